@@ -1,0 +1,174 @@
+"""What the engine takes and gives: plain dataclasses, no torch, no Kafka.
+
+Times are seconds of `time.monotonic()`, which on one machine is the same clock in every process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn; names and meanings are those of OpenAI and vLLM.
+
+    `temperature` below 1e-5 is greedy. `top_k` 0 and `top_p` 1.0 switch the filter off. `max_tokens` None
+    means up to the limit of the model or of the KV pool. `seed` must be an int of 64 bits by the time it
+    reaches the engine: the noise of a token depends on (seed, position) alone.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+
+@dataclass(slots=True)
+class GenerationRequest:
+    """One sequence to generate. A wire request with n > 1 becomes n of these.
+
+    `output_token_ids` holds what an earlier run already generated: the engine prefills prompt and these,
+    and goes on after them with the tokens that the uninterrupted run would have drawn.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 4
+    tenant: str = ""
+    arrival: float = 0.0
+    output_token_ids: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class TokenLogprob:
+    """Log-probability of one chosen token and of the `logprobs` likeliest (id, logprob), best first."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(slots=True)
+class Timeline:
+    """When things happened to a request: monotonic seconds, None when they did not."""
+
+    arrived: float
+    scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+    preemptions: list[float] = field(default_factory=list)
+    restarts: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Finish:
+    """How a sequence ended. `code` and `message` are set when `reason` is "error"."""
+
+    reason: FinishReason
+    timeline: Timeline
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    code: str | None = None
+    message: str | None = None
+
+
+@dataclass(slots=True)
+class Output:
+    """News of one sequence: tokens in order, the text that has become certain, and at last a finish."""
+
+    request_id: str
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprob] | None = None
+    finish: Finish | None = None
+
+
+OnOutput = Callable[[Output], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a loaded model allows. `max_tokens_total` bounds prompt plus output of one sequence: the smaller
+    of the model's length and of the KV pool. Ids at or above `vocab_size` are no tokens."""
+
+    name: str
+    vocab_size: int
+    max_tokens_total: int
+    dtype: str
+    device: str
+    num_blocks: int
+    block_size: int
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """One look at the engine: gauges of now, counters since its start."""
+
+    waiting: int = 0
+    running: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0
+    iterations: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    restarts: int = 0
+
+
+class RequestRefused(ValueError):
+    """A request that can never run. `code` is an error code of the wire, `field` names the offender."""
+
+    def __init__(self, code: str, field: str, message: str):
+        super().__init__(f"{field}: {message}")
+        self.code = code
+        self.field = field
+
+
+def check(request: GenerationRequest, model: ModelInfo) -> None:
+    """Raise RequestRefused when the model cannot run this request, before any device sees it."""
+    sampling, prompt = request.sampling, request.prompt_token_ids
+    if not prompt:
+        raise RequestRefused("invalid_request", "prompt", "must hold at least one token")
+    if len(prompt) >= model.max_tokens_total:
+        raise RequestRefused(
+            "prompt_too_long",
+            "prompt",
+            f"has {len(prompt)} tokens; this worker takes at most {model.max_tokens_total - 1}, "
+            "so that one token can follow",
+        )
+    if sampling.max_tokens is not None and len(prompt) + sampling.max_tokens > model.max_tokens_total:
+        raise RequestRefused(
+            "invalid_request",
+            "sampling.max_tokens",
+            f"{sampling.max_tokens} after a prompt of {len(prompt)} tokens is over the limit of "
+            f"{model.max_tokens_total} tokens in all",
+        )
+    for name, ids in (
+        ("prompt_token_ids", prompt),
+        ("sampling.logit_bias", sampling.logit_bias),
+        ("sampling.stop_token_ids", sampling.stop_token_ids),
+    ):
+        worst = next((i for i in ids if not 0 <= i < model.vocab_size), None)
+        if worst is not None:
+            raise RequestRefused(
+                "invalid_request", name, f"token id {worst} is outside the vocabulary of {model.vocab_size}"
+            )
