@@ -1,0 +1,93 @@
+"""Paged attention, cache write and block copy in plain torch: what the fast kernels are compared with.
+
+Runs on any device and in any floating-point type; slow, since it goes through the sequences one by one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from plait.kernels.batch import Batch
+
+
+def write_kv(pool: Tensor, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """Put keys and values `[T, num_kv_heads, head_dim]` of one layer into their slots; -1 skips a token."""
+    block_size = pool.shape[4]
+    kept = slots >= 0
+    slots = slots[kept]
+    block, offset = slots // block_size, slots % block_size
+    pool[block, layer, 0, :, offset] = k[kept].to(pool.dtype)
+    pool[block, layer, 1, :, offset] = v[kept].to(pool.dtype)
+
+
+def copy_blocks(src_pool: Tensor, dst_pool: Tensor, pairs: Tensor) -> None:
+    """Copy whole blocks, all layers: `pairs` `[N, 2]` holds (source block, destination block).
+
+    The pools may be the same tensor as long as no block is both a source and a destination.
+    """
+    dst_pool[pairs[:, 1].to(dst_pool.device)] = src_pool[pairs[:, 0].to(src_pool.device)].to(dst_pool.device)
+
+
+def paged_attention(
+    q: Tensor,
+    batch: Batch,
+    layer: int,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of a ragged batch over the paged cache; q and the result are `[T, num_heads, head_dim]`.
+
+    With `window` a query at position p sees the keys p - window + 1 to p. `softcap` bounds the scaled scores
+    to (-softcap, softcap) by tanh, as in Gemma 2. `sinks` `[num_heads]` adds one logit per head to the
+    softmax's denominator, as in GPT-OSS. Rows of q past the last sequence give zeros.
+    """
+    out = torch.zeros_like(q)
+    starts, lengths = batch.query_start.tolist(), batch.seq_lens.tolist()
+    for seq, length in enumerate(lengths):
+        rows = slice(starts[seq], starts[seq + 1])
+        if rows.start < rows.stop:
+            keys, values = _gather(batch, layer, seq, length)
+            out[rows] = _attend(q[rows], keys, values, scale, window, softcap, sinks).to(q.dtype)
+    return out
+
+
+def _gather(batch: Batch, layer: int, seq: int, length: int) -> tuple[Tensor, Tensor]:
+    """The sequence's keys and values, each `[num_kv_heads, length, head_dim]`."""
+    block_size = batch.pool.shape[4]
+    table = batch.block_tables[seq, : -(-length // block_size)].long()
+    kv = batch.pool[table, layer].movedim(0, 2).flatten(2, 3)[:, :, :length]
+    return kv[0], kv[1]
+
+
+def _attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    tokens, heads, _ = q.shape
+    kv_heads, length, _ = keys.shape
+    acc = torch.promote_types(q.dtype, torch.float32)
+    grouped = q.to(acc).view(tokens, kv_heads, heads // kv_heads, -1)
+    scores = torch.einsum("tkgd,ksd->kgts", grouped, keys.to(acc)) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    key = torch.arange(length, device=q.device)
+    position = torch.arange(length - tokens, length, device=q.device)[:, None]
+    hidden = key > position
+    if window is not None:
+        hidden |= key <= position - window
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        logit = sinks.to(acc).view(kv_heads, -1, 1, 1).expand(-1, -1, tokens, 1)
+        weights = torch.cat([scores, logit], dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return torch.einsum("kgts,ksd->tkgd", weights, values.to(acc)).reshape(tokens, heads, -1)
