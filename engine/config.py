@@ -1,0 +1,51 @@
+"""Everything an engine can be told, with defaults that suit a small model on a CPU and a large one on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class EngineConfig:
+    """Zero means "by device or model" wherever zero makes no sense as a value."""
+
+    model: str = "smollm2"
+    """`smollm2` (bundled), a local directory, a .gguf file, or a hub id."""
+    dtype: str = "auto"
+    """auto (bfloat16 where the hardware has it, else float32), bfloat16, float16 or float32."""
+    device: str = "auto"
+    max_running: int = 64
+    """Sequences that share one iteration at most: more raises throughput and the time per token."""
+    token_budget: int = 0
+    """Tokens computed in one iteration at most: more fills prompts faster and stalls decodes longer."""
+    block_size: int = 16
+    num_blocks: int = 0
+    kv_cache_bytes: int = 0
+    """Size of the KV pool when num_blocks is 0: by default 1 GiB on a CPU, what is left on a GPU."""
+    max_model_len: int = 0
+    """Prompt plus output of one sequence at most; never more than the model's or the pool's."""
+    policy: str = "priority"
+    max_preemptions: int = 3
+    """After so many preemptions a sequence is chosen as a victim only when nobody else is left."""
+    watermark: float = 0.02
+    """Share of the pool that stays free when a sequence is admitted, so that running ones can grow."""
+    threads: int = 0
+    """Threads of the CPU device: by default the processors this process may use."""
+    vocab_size: int = 0
+    """Tokens the tokenizer knows; ids above it (padding of the model's output) are never sampled."""
+    stall_seconds: float = 120.0
+    """An engine process that is silent for so long is taken for dead and restarted."""
+    max_restarts: int = 3
+    """A request that was running in so many crashes in a row ends with an error."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_running", "block_size", "max_restarts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("token_budget", "num_blocks", "kv_cache_bytes", "max_model_len", "threads", "max_preemptions"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative: {getattr(self, name)}")
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"watermark must be in [0, 1), not {self.watermark}")
+        if self.dtype not in ("auto", "bfloat16", "float16", "float32"):
+            raise ValueError(f"dtype must be auto, bfloat16, float16 or float32, not {self.dtype!r}")

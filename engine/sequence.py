@@ -1,0 +1,68 @@
+"""The engine's own record of one sequence, and of its share in one iteration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from plait.engine.api import FinishReason, GenerationRequest, SamplingParams, Timeline
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """`tokens` holds prompt and output; the KV of the first `computed` of them is in `blocks`."""
+
+    id: str
+    tokens: list[int]
+    prompt_len: int
+    sampling: SamplingParams
+    priority: int
+    tenant: str
+    timeline: Timeline
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    status: Status = Status.WAITING
+    preemptions: int = 0
+    seat: int = -1
+    reason: FinishReason | None = None
+    message: str | None = None
+
+    @classmethod
+    def of(cls, request: GenerationRequest, now: float) -> Sequence:
+        return cls(
+            id=request.request_id,
+            tokens=[*request.prompt_token_ids, *request.output_token_ids],
+            prompt_len=len(request.prompt_token_ids),
+            sampling=request.sampling,
+            priority=request.priority,
+            tenant=request.tenant,
+            timeline=Timeline(arrived=request.arrival or now),
+        )
+
+    @property
+    def remaining(self) -> int:
+        """Tokens known but not computed: 1 while decoding, more while prefilling."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def output_len(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+
+@dataclass(slots=True)
+class Chunk:
+    """`count` tokens of a sequence, from its `computed` on, chosen for this iteration."""
+
+    seq: Sequence
+    count: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the last known token is in the chunk, so that a next one can be drawn."""
+        return self.seq.computed + self.count == len(self.seq.tokens)

@@ -1,0 +1,168 @@
+"""The CPU kernels behind torch tensors. Each function takes contiguous float32 or bfloat16 tensors.
+
+`kernels.cpu_kernels.cpp` says how K lies inside a block; a pool written here is read here only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+
+import torch
+from torch import Tensor
+
+from plait.kernels import build
+from plait.kernels.batch import Batch
+
+log = logging.getLogger(__name__)
+
+
+class Iteration(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_void_p) for name in ("pool", "query_start", "seq_lens", "block_tables", "slots")
+    ] + [
+        (name, ctypes.c_int64)
+        for name in (
+            *(
+                "sequences",
+                "max_blocks",
+                "tokens",
+                "layers",
+                "q_heads",
+                "kv_heads",
+                "dim",
+                "block_size",
+                "is_bf16",
+            ),
+        )
+    ]
+
+
+_P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_SIGNATURES = {
+    "plait_attention": [_P, _P, _I, _I, _P, _I, _F, _I, _F, _P],
+    "plait_write_kv": [_P, _P, _P, _I, _I, _I, _I, _I],
+    "plait_rotate_and_write": [_P, _P, _P, _P, _I],
+    "plait_rms_norm": [_P, _P, _P, _P, _F, _I, _I, _I],
+    "plait_silu_mul": [_P, _P, _I, _I, _I],
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels; None, said once in the log, where they cannot be compiled."""
+    try:
+        lib = build.load()
+    except (RuntimeError, OSError) as error:
+        log.warning("CPU kernels are not available, torch runs in their place, slower: %s", error)
+        return None
+    if lib is None:
+        log.warning("no C++ compiler found: torch runs in place of the CPU kernels, slower (install g++)")
+        return None
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(lib, name)
+        function.argtypes, function.restype = arguments, None
+    return lib
+
+
+def takes(pool: Tensor, q_heads: int) -> bool:
+    """Whether the kernels know this pool's shape and dtype."""
+    _, _, _, kv_heads, block_size, dim = pool.shape
+    lib = library()
+    return (
+        lib is not None
+        and pool.device.type == "cpu"
+        and pool.dtype in (torch.float32, torch.bfloat16)
+        and dim % 16 == 0
+        and dim <= lib.plait_max_dim()
+        and block_size % 16 == 0
+        and q_heads % kv_heads == 0
+        and q_heads // kv_heads <= lib.plait_max_group()
+    )
+
+
+def iteration(batch: Batch, q_heads: int) -> Iteration:
+    """The part of a call that all layers of one iteration share. `batch` must outlive it."""
+    pool = batch.pool
+    _, layers, _, kv_heads, block_size, dim = pool.shape
+    return Iteration(
+        pool.data_ptr(),
+        batch.query_start.data_ptr(),
+        batch.seq_lens.data_ptr(),
+        batch.block_tables.data_ptr(),
+        batch.slots.data_ptr(),
+        batch.seq_lens.shape[0],
+        batch.block_tables.stride(0),
+        batch.slots.shape[0],
+        layers,
+        q_heads,
+        kv_heads,
+        dim,
+        block_size,
+        pool.dtype == torch.bfloat16,
+    )
+
+
+def write_kv(it: Iteration, layer: int, k: Tensor, v: Tensor) -> None:
+    """k, v [T, Hkv, D], the last dimension contiguous, into the blocks that the batch's slots name."""
+    library().plait_write_kv(  # type: ignore[union-attr]
+        ctypes.byref(it), k.data_ptr(), v.data_ptr(), *k.stride()[:2], *v.stride()[:2], layer
+    )
+
+
+def attention(
+    it: Iteration,
+    layer: int,
+    q: Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """q [T, Hq, D], the last dimension contiguous, against the cache; gives [T, Hq, D]. Sinks are float32 [Hq]."""
+    out = torch.empty(q.shape, dtype=q.dtype)
+    library().plait_attention(  # type: ignore[union-attr]
+        ctypes.byref(it),
+        q.data_ptr(),
+        *q.stride()[:2],
+        out.data_ptr(),
+        layer,
+        scale,
+        window or 0,
+        softcap or 0.0,
+        None if sinks is None else sinks.data_ptr(),
+    )
+    return out
+
+
+def rotate_and_write(it: Iteration, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """qkv [T, (Hq + 2 Hkv) D]: rotates q and k in place by cos, sin [T, D] float32; k and v go to the cache."""
+    library().plait_rotate_and_write(  # type: ignore[union-attr]
+        ctypes.byref(it), qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), layer
+    )
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+    """RMSNorm over the last dimension (a multiple of 16) of x [T, H]; with a residual, it becomes residual + x and
+    that sum is normalised."""
+    out = torch.empty_like(x)
+    library().plait_rms_norm(  # type: ignore[union-attr]
+        x.data_ptr(),
+        None if residual is None else residual.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
+        eps,
+        x.shape[0],
+        x.shape[1],
+        x.dtype == torch.bfloat16,
+    )
+    return out
+
+
+def silu_mul(x: Tensor) -> Tensor:
+    """x [T, 2 I], gate and up side by side: SiLU(gate) * up, [T, I], I a multiple of 16."""
+    rows, width = x.shape[0], x.shape[1] // 2
+    out = torch.empty(rows, width, dtype=x.dtype)
+    library().plait_silu_mul(x.data_ptr(), out.data_ptr(), rows, width, x.dtype == torch.bfloat16)  # type: ignore[union-attr]
+    return out
