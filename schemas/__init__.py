@@ -1,0 +1,62 @@
+"""The wire: what producers send, what workers answer. Imports pydantic and msgpack, nothing heavier."""
+
+from plait.schemas import headers
+from plait.schemas.codec import (
+    JSON,
+    MSGPACK,
+    canonical_type,
+    decode_control,
+    decode_event,
+    decode_request,
+    encode,
+    tokens_event_bytes,
+)
+from plait.schemas.control import Cancel
+from plait.schemas.errors import ErrorCode, WireError
+from plait.schemas.events import (
+    DoneEvent,
+    ErrorEvent,
+    Event,
+    FinishReason,
+    SloResult,
+    Timing,
+    TokenLogprob,
+    TokensEvent,
+    TopLogprob,
+    Usage,
+)
+from plait.schemas.names import WIRE_VERSION, is_request_id, is_topic, response_topic_of
+from plait.schemas.request import Message, Request, Sampling, Slo
+
+__all__ = [
+    "JSON",
+    "MSGPACK",
+    "WIRE_VERSION",
+    "Cancel",
+    "DoneEvent",
+    "ErrorCode",
+    "ErrorEvent",
+    "Event",
+    "FinishReason",
+    "Message",
+    "Request",
+    "Sampling",
+    "Slo",
+    "SloResult",
+    "Timing",
+    "TokenLogprob",
+    "TokensEvent",
+    "TopLogprob",
+    "Usage",
+    "WireError",
+    "canonical_type",
+    "decode_control",
+    "decode_event",
+    "decode_request",
+    "encode",
+    "headers",
+    "is_request_id",
+    "is_topic",
+    "response_topic_of",
+    "tokens_event_bytes",
+]
