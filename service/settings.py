@@ -1,0 +1,183 @@
+"""The worker's configuration: a TOML file, then `PLAIT_*` environment variables, then flags; the last wins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from plait.schemas.names import CONTROL_TOPIC, DLQ_TOPIC, REQUESTS_TOPIC, RESPONSES_PREFIX
+
+
+class SettingsError(ValueError):
+    """Settings that cannot be used; the message has one line per offending key."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+class KafkaSettings(Section):
+    """How to reach the broker. Names are those of aiokafka and librdkafka."""
+
+    bootstrap_servers: str = "127.0.0.1:9092"
+    group_id: str = "plait"
+    client_id: str = "plait-worker"
+    security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
+    sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] = "PLAIN"
+    sasl_username: str | None = None
+    sasl_password: SecretStr | None = None
+    ssl_cafile: Path | None = None
+    session_timeout_ms: int = Field(10_000, ge=1000)
+    heartbeat_interval_ms: int = Field(3_000, ge=100)
+    max_poll_interval_ms: int = Field(300_000, ge=1000)
+    fetch_max_wait_ms: int = Field(500, ge=1)
+    request_timeout_ms: int = Field(40_000, ge=1000)
+    # Some brokers refuse commits once a rebalance has begun, and the member with them.
+    commit_on_revoke: bool = True
+
+
+class TopicSettings(Section):
+    """Topic names, and what the worker makes and removes."""
+
+    requests: str = REQUESTS_TOPIC
+    responses_prefix: str = RESPONSES_PREFIX
+    control: str = CONTROL_TOPIC
+    dlq: str = DLQ_TOPIC
+    create: bool = True  # the requests, control and dead-letter topics, where they are missing
+    create_named_responses: bool = True  # a response topic that a request names, where it is missing
+    request_partitions: int = Field(8, ge=1)
+    replication_factor: int = Field(-1, ge=-1)  # -1: the broker's default
+    response_ttl_s: float = Field(600, gt=0)  # after the terminal event
+    response_retention_ms: int = Field(3_600_000, ge=1000)
+    orphan_after_s: float = Field(3_600, gt=0)  # without a new record, whoever made it
+
+
+class EngineSettings(Section):
+    """The fields of plait.engine.config.EngineConfig."""
+
+    model: str = "smollm2"
+    dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
+    device: str = "auto"
+    max_running: int = Field(64, ge=1)
+    token_budget: int = Field(0, ge=0)
+    block_size: int = Field(16, ge=1)
+    kv_cache_bytes: int = Field(0, ge=0)
+    num_blocks: int = Field(0, ge=0)
+    max_model_len: int = Field(0, ge=0)
+    policy: str = "priority"
+    threads: int = Field(0, ge=0)
+    max_waiting: int = Field(10_000, ge=1)
+
+    def to_config(self) -> Any:
+        """The engine's own configuration; imports the engine."""
+        from plait.engine.config import EngineConfig
+
+        return EngineConfig(**self.model_dump())
+
+
+class WorkerSettings(Section):
+    """Limits of the worker itself."""
+
+    max_in_flight: int = Field(256, ge=1)  # requests read and not yet answered
+    max_in_flight_bytes: int = Field(64 * 1024 * 1024, ge=1)  # of their messages
+    max_event_bytes: int = Field(900_000, ge=20_000)  # of one event, below the broker's message.max.bytes
+    commit_interval_s: float = Field(1.0, gt=0)
+    drain_seconds: float = Field(25.0, ge=0)
+    model_aliases: list[str] = []  # further names under which the served model is asked for
+    remember_cancels: int = Field(10_000, ge=0)
+    remember_cancels_s: float = Field(600, gt=0)
+
+
+class HttpSettings(Section):
+    """The admin endpoint; port 0 takes a free one."""
+
+    enabled: bool = True
+    host: str = "127.0.0.1"
+    port: int = Field(8080, ge=0, le=65_535)
+    stalled_after_s: float = Field(30, gt=0)  # /livez fails when a loop has shown no sign of life for so long
+
+
+class TelemetrySettings(Section):
+    """Traces. Without an endpoint here or in OTEL_EXPORTER_OTLP_*, none are made, only passed on."""
+
+    otlp_endpoint: str | None = None  # http://host:4318
+    service_name: str = "plait-worker"
+    sample_ratio: float = Field(1.0, ge=0, le=1)  # of requests whose producer made no decision
+
+
+class Settings(BaseSettings):
+    """Everything a worker can be told. Environment: `PLAIT_<SECTION>_<KEY>`, e.g. PLAIT_KAFKA_GROUP_ID."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="PLAIT_",
+        env_nested_delimiter="_",
+        env_nested_max_split=1,
+        extra="forbid",
+        nested_model_default_partial_update=True,
+    )
+
+    kafka: KafkaSettings = KafkaSettings()
+    topics: TopicSettings = TopicSettings()
+    engine: EngineSettings = EngineSettings()
+    worker: WorkerSettings = WorkerSettings()
+    http: HttpSettings = HttpSettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
+
+    @model_validator(mode="after")
+    def _own_topics_differ(self) -> Settings:
+        names = [self.topics.requests, self.topics.control, self.topics.dlq]
+        if len(set(names)) < len(names):
+            raise ValueError("topics.requests, topics.control and topics.dlq must be three topics")
+        return self
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        given = dict(init_settings.init_kwargs) if isinstance(init_settings, InitSettingsSource) else {}
+        file = given.pop("toml_file", None)
+        sources: list[PydanticBaseSettingsSource] = [InitSettingsSource(settings_cls, given), env_settings]
+        if file is not None:
+            sources.append(TomlConfigSettingsSource(settings_cls, file))
+        return tuple(sources)
+
+    @classmethod
+    def load(cls, toml_file: Path | str | None = None, **flags: dict[str, Any]) -> Settings:
+        """Settings from file, environment and flags, e.g. `load("plait.toml", kafka={"group_id": "g"})`.
+
+        Raises SettingsError, whose message names each key that is unknown or wrong, and the file when it
+        cannot be read.
+        """
+        source = {}
+        if toml_file is not None:
+            path = Path(toml_file)
+            if not path.is_file():
+                raise SettingsError(f"{path}: no such file")
+            source["toml_file"] = path
+        try:
+            return cls(**source, **flags)  # type: ignore[arg-type]
+        except ValidationError as error:
+            lines = [f"{'.'.join(map(str, e['loc'])) or 'settings'}: {_say(e)}" for e in error.errors()]
+            raise SettingsError("\n".join(lines)) from None
+        except ValueError as error:
+            raise SettingsError(f"{toml_file}: {error}" if toml_file else str(error)) from None
+
+
+def _say(error: Any) -> str:
+    if error["type"] == "extra_forbidden":
+        return "unknown key"
+    return str(error["msg"])
