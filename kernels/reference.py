@@ -39,7 +39,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of a ragged batch over the paged cache; q and the result are `[T, num_heads, head_dim]`.
+    """Causal attention of a ragged batch over the paged cache, in fp32; q and result `[T, num_heads, head_dim]`.
 
     With `window` a query at position p sees the keys p - window + 1 to p. `softcap` bounds the scaled scores
     to (-softcap, softcap) by tanh, as in Gemma 2. `sinks` `[num_heads]` adds one logit per head to the
@@ -48,18 +48,25 @@ def paged_attention(
     out = torch.zeros_like(q)
     starts, lengths = batch.query_start.tolist(), batch.seq_lens.tolist()
     for seq, length in enumerate(lengths):
-        rows = slice(starts[seq], starts[seq + 1])
-        if rows.start < rows.stop:
-            keys, values = _gather(batch, layer, seq, length)
-            out[rows] = _attend(q[rows], keys, values, scale, window, softcap, sinks).to(q.dtype)
+        chunk = q[starts[seq] : starts[seq + 1]]
+        if len(chunk):
+            first = 0 if window is None else max(0, length - len(chunk) - window + 1)
+            keys, values = _gather(batch, layer, seq, first, length)
+            result = _attend(chunk, keys, values, scale, window, softcap, sinks)
+            out[starts[seq] : starts[seq + 1]] = result.to(q.dtype)
     return out
 
 
-def _gather(batch: Batch, layer: int, seq: int, length: int) -> tuple[Tensor, Tensor]:
-    """The sequence's keys and values, each `[num_kv_heads, length, head_dim]`."""
+def _gather(batch: Batch, layer: int, seq: int, first: int, length: int) -> tuple[Tensor, Tensor]:
+    """The sequence's keys and values at positions first to length - 1, `[num_kv_heads, length - first, head_dim]`.
+
+    Blocks that lie wholly before `first` are not read: under a sliding window they may have been freed.
+    """
     block_size = batch.pool.shape[4]
-    table = batch.block_tables[seq, : -(-length // block_size)].long()
-    kv = batch.pool[table, layer].movedim(0, 2).flatten(2, 3)[:, :, :length]
+    skipped = first // block_size
+    table = batch.block_tables[seq, skipped : -(-length // block_size)].long()
+    kv = batch.pool[table, layer].movedim(0, 2).flatten(2, 3)
+    kv = kv[:, :, first - skipped * block_size : length - skipped * block_size]
     return kv[0], kv[1]
 
 

@@ -1,0 +1,99 @@
+"""Tile sizes and splits of the attention kernel: fixed choices by device, type and head size, no autotuning.
+
+The choices keep within the shared memory of the device class and within its registers (no spills); a test
+compiles them ahead of time and checks both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+MIN_SPLIT_KEYS = 256
+MAX_SPLITS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    capability: tuple[int, int]
+    processors: int
+    """Streaming multiprocessors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    decode: bool
+    head_pad: int
+    """head_dim rounded up to a power of two."""
+    tile_m: int
+    """Rows of queries: tokens times query heads of one kv head."""
+    tile_n: int
+    """Keys of one step."""
+    num_warps: int
+    num_stages: int
+
+    def constants(
+        self, pool: Tensor, heads: int, splits: int, window: int | None, softcap: float | None
+    ) -> dict[str, object]:
+        """The compile-time arguments of the attention kernel."""
+        _, num_layers, _, kv_heads, block_size, head_dim = pool.shape
+        return {
+            "DECODE": self.decode,
+            "SPLITS": splits,
+            "WINDOW": window or 0,
+            "SOFTCAP": softcap or 0.0,
+            "NUM_LAYERS": num_layers,
+            "KV_HEADS": kv_heads,
+            "GROUP": heads // kv_heads,
+            "BLOCK_SIZE": block_size,
+            "HEAD_DIM": head_dim,
+            "HEAD_PAD": self.head_pad,
+            "TILE_M": self.tile_m,
+            "TILE_N": self.tile_n,
+        }
+
+
+@cache
+def device_of(device: torch.device) -> Device:
+    if device.type != "cuda":
+        return Device((8, 0), 1)
+    found = torch.cuda.get_device_properties(device)
+    return Device((found.major, found.minor), found.multi_processor_count)
+
+
+@cache
+def launch_for(device: Device, dtype: torch.dtype, head_dim: int, group: int, *, decode: bool) -> Launch:
+    """The tiles for queries of `group` heads per kv head.
+
+    Device classes: 99 KiB of shared memory a block (8.6, 8.9, 12.x), 163 KiB (8.0), 227 KiB (9.0, 10.x).
+    """
+    pad = _power_of_two(head_dim)
+    small = device.capability[1] != 0 and device.capability[0] == 8 or device.capability[0] == 12
+    if dtype == torch.float32:
+        tile_m, tile_n, warps, stages = (16, 32, 4, 2) if decode else (32, 32, 4, 2)
+    elif decode:
+        tile_m, tile_n, warps, stages = (16, 64, 4, 4)
+    elif pad <= 128:
+        tile_m, tile_n, warps, stages = (128, 64, 8, 3)
+    else:
+        tile_m, tile_n, warps, stages = (64, 64, 4, 2)
+    if small:
+        tile_n, stages = tile_n // 2, min(stages, 3)
+    return Launch(decode, pad, max(tile_m, _power_of_two(group)), tile_n, warps, stages)
+
+
+def splits_for(device: Device, programs: int, keys: int) -> int:
+    """Into how many shares the keys of each decode are cut, a power of two.
+
+    As many as give each processor two programs, but none below 256 keys: with enough sequences, or with short
+    ones, the second kernel would cost more than it gains.
+    """
+    wanted = min(2 * device.processors // programs, keys // MIN_SPLIT_KEYS, MAX_SPLITS)
+    return 1 << max(wanted, 1).bit_length() - 1
+
+
+def _power_of_two(number: int) -> int:
+    return max(16, 1 << (number - 1).bit_length())
