@@ -60,13 +60,19 @@ def _check_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 Metadata = Annotated[dict[str, Any], AfterValidator(_check_metadata)]
+_StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+_Bias = Annotated[float, Field(ge=-100, le=100)]
 Stop = Annotated[
-    list[Annotated[str, Field(min_length=1, max_length=1024)]],
+    list[_StopString],
     Field(max_length=16),
-    BeforeValidator(_as_list),
+    BeforeValidator(
+        _as_list, json_schema_input_type=_StopString | Annotated[list[_StopString], Field(max_length=16)]
+    ),
 ]
 LogitBias = Annotated[
-    dict[int, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024), BeforeValidator(_int_keys)
+    dict[int, _Bias],
+    Field(max_length=1024, json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,10}$"}}),
+    BeforeValidator(_int_keys),
 ]
 TopK = Annotated[int, Field(ge=-1, le=MAX_INT32), AfterValidator(lambda k: max(k, 0))]
 
@@ -83,8 +89,8 @@ class Message(BaseModel):
 class Sampling(BaseModel):
     """How tokens are drawn; names and meanings are those of OpenAI and vLLM.
 
-    `temperature` below 1e-5 is greedy; `top_k` 0 or -1 and `top_p` 1 switch the filter off. `max_tokens`
-    None means up to the limit of the model. `seed` None lets the worker choose.
+    `temperature` below 1e-5 is greedy; `top_k` 0 or -1 and `top_p` 1 switch the filter off. Without
+    `max_tokens` the limit is that of the model; without `seed` the worker chooses one.
     """
 
     model_config = STRICT
