@@ -1,6 +1,7 @@
 """The wire: what producers send, what workers answer. Imports pydantic and msgpack, nothing heavier."""
 
 from plait.schemas import headers
+from plait.schemas.asyncapi import asyncapi_document
 from plait.schemas.codec import (
     JSON,
     MSGPACK,
@@ -25,6 +26,7 @@ from plait.schemas.events import (
     TopLogprob,
     Usage,
 )
+from plait.schemas.json_schema import json_schemas
 from plait.schemas.names import WIRE_VERSION, is_request_id, is_topic, response_topic_of
 from plait.schemas.request import Message, Request, Sampling, Slo
 
@@ -49,6 +51,7 @@ __all__ = [
     "TopLogprob",
     "Usage",
     "WireError",
+    "asyncapi_document",
     "canonical_type",
     "decode_control",
     "decode_event",
@@ -57,6 +60,7 @@ __all__ = [
     "headers",
     "is_request_id",
     "is_topic",
+    "json_schemas",
     "response_topic_of",
     "tokens_event_bytes",
 ]

@@ -13,15 +13,15 @@ from plait.schemas.parse import JSON, MSGPACK
 _EVENTS = {"tokens": TokensEvent, "done": DoneEvent, "error": ErrorEvent}
 
 
-def asyncapi() -> dict[str, Any]:
+def asyncapi_document() -> dict[str, Any]:
     """The document: a channel per topic, an operation per thing the worker does with it."""
     return {
         "asyncapi": "3.0.0",
         "info": {
             "title": "plait",
             "version": f"{WIRE_VERSION}.0.0",
-            "description": "Requests for text generation in, streams of tokens out. Values are msgpack maps or "
-            "the same maps as JSON objects.",
+            "description": "Requests for text generation in, streams of tokens out. Values are msgpack "
+            "maps or the same maps as JSON objects.",
             "license": {"name": "Apache-2.0"},
         },
         "defaultContentType": MSGPACK,
@@ -45,16 +45,16 @@ def _channels() -> dict[str, Any]:
         "responses": {
             **_channel(
                 RESPONSES_PREFIX + "{request_id}",
-                "The events of one request that named no response topic. One partition; made by the worker and "
-                "removed by it after a time to live.",
+                "The events of one request that named no response topic. One partition; made by the "
+                "worker and removed by it after a time to live.",
                 events,
             ),
             "parameters": {"request_id": {"description": "The request's id."}},
         },
         "sharedResponses": _channel(
             None,
-            "The topic that a request names in `response_topic`, or else in a header: events of many requests, "
-            "keyed by request id.",
+            "The topic that a request names in `response_topic`, or else in a header: events of many "
+            "requests, keyed by request id.",
             events,
         ),
         "control": _channel(CONTROL_TOPIC, "Cancellations. Every worker reads all of them.", ("cancel",)),
@@ -113,7 +113,7 @@ def _messages() -> dict[str, Any]:
     del messages["cancel"]["correlationId"]
     messages["deadLetter"] = {
         "title": "deadLetter",
-        "summary": "A message as it came, byte for byte, with its own headers and those that say why it is here.",
+        "summary": "A message as it came, byte for byte, with its headers and those that say why it is here.",
         "contentType": "application/octet-stream",
         "headers": {"$ref": "#/components/schemas/DeadLetterHeaders"},
         "payload": {},
@@ -142,10 +142,10 @@ def _schemas() -> dict[str, Schema]:
         schemas.update(schema.pop("$defs", {}))
         schemas[name] = schema
     text = {"type": "string"}
-    trace = {name: text for name in (headers.TRACEPARENT, headers.TRACESTATE, headers.BAGGAGE)}
+    trace = dict.fromkeys((headers.TRACEPARENT, headers.TRACESTATE, headers.BAGGAGE), text)
     encoding = {headers.CONTENT_TYPE: {"type": "string", "examples": [MSGPACK, JSON]}}
-    correlation = {name: text for name in headers.CORRELATION_IDS}
-    reply = {name: text for name in headers.REPLY_TOPICS}
+    correlation = dict.fromkeys(headers.CORRELATION_IDS, text)
+    reply = dict.fromkeys(headers.REPLY_TOPICS, text)
     why = (
         headers.DLQ_REASON,
         headers.DLQ_TOPIC,
@@ -169,7 +169,7 @@ def _schemas() -> dict[str, Schema]:
         ),
         "DeadLetterHeaders": _headers(
             "Why, and the topic, partition, offset and timestamp the message came from, as decimal text.",
-            {name: text for name in why},
+            dict.fromkeys(why, text),
             required=list(why),
         ),
     }

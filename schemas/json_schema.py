@@ -69,10 +69,12 @@ def _of(model: type[BaseModel] | TypeAdapter[Any], ref_template: str) -> Schema:
         # pydantic titles every field with its own name.
         if isinstance(node.get("title"), str):
             del node["title"]
-        if "default" in node and not isinstance(node["default"], str | int | float | list):
-            # A part that is left out is an empty one; null as a default says nothing.
-            if node.pop("default") is not None:
-                node["default"] = {}
+        default = node.get("default", 0)
+        if default is None:
+            del node["default"]
+        elif isinstance(default, dict):
+            # What is left out counts as an empty map; its fields say their own defaults.
+            node["default"] = {}
     return schema
 
 
@@ -94,8 +96,9 @@ def _nodes(node: Any) -> Iterator[Schema]:
 def _nullable(field: Schema) -> Schema:
     if {"type": "null"} in field.get("anyOf", ()):
         return field
-    outer = {key: field.pop(key) for key in ("default", "description") if key in field}
-    return {"anyOf": [field, {"type": "null"}], **outer}
+    inner = dict(field)
+    outer: Schema = {"default": inner.pop("default")} if "default" in inner else {}
+    return {"anyOf": [inner, {"type": "null"}], **outer}
 
 
 def _not_null(field: Schema) -> Schema:
