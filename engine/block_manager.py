@@ -53,4 +53,6 @@ class BlockManager:
             for block in table:
                 held[block] += 1
         assert held == self.counts, "block tables and reference counts disagree"
-        assert sorted(self.free) == [b for b in range(self.num_blocks) if held[b] == 0], "the free list is wrong"
+        assert sorted(self.free) == [b for b in range(self.num_blocks) if held[b] == 0], (
+            "the free list is wrong"
+        )

@@ -42,7 +42,14 @@ class EngineConfig:
         for name in ("max_running", "block_size", "max_restarts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("token_budget", "num_blocks", "kv_cache_bytes", "max_model_len", "threads", "max_preemptions"):
+        for name in (
+            "token_budget",
+            "num_blocks",
+            "kv_cache_bytes",
+            "max_model_len",
+            "threads",
+            "max_preemptions",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative: {getattr(self, name)}")
         if not 0 <= self.watermark < 1:

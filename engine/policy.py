@@ -1,6 +1,7 @@
 """Who comes first. A policy orders sequences: the smallest key runs next, the largest is preempted first.
 
-A key must not change while its sequence waits, so that the waiting queue can be a heap.
+A key must not change while its sequence waits, so that the waiting queue can be a heap. Both policies put a
+preempted sequence before those of its class that never ran: it arrived earlier.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The waiting queue: a heap by the policy's key, in which preempted sequences come before new ones."""
+"""The waiting queue: a heap by the policy's key."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ class WaitingQueue:
 
     def __init__(self, policy: Policy):
         self._policy = policy
-        self._heap: list[tuple[bool, tuple[Any, ...], int, Sequence]] = []
+        self._heap: list[tuple[tuple[Any, ...], int, Sequence]] = []
         self._ticket = count()
         self._size = 0
 
     def push(self, seq: Sequence) -> None:
-        heapq.heappush(self._heap, (seq.preemptions == 0, self._policy.key(seq), next(self._ticket), seq))
+        heapq.heappush(self._heap, (self._policy.key(seq), next(self._ticket), seq))
         self._size += 1
 
     def peek(self) -> Sequence | None:
-        while self._heap and self._heap[0][3].status is not Status.WAITING:
+        while self._heap and self._heap[0][2].status is not Status.WAITING:
             heapq.heappop(self._heap)
-        return self._heap[0][3] if self._heap else None
+        return self._heap[0][2] if self._heap else None
 
     def pop(self) -> Sequence:
         seq = self.peek()
@@ -41,11 +41,11 @@ class WaitingQueue:
         """Count a sequence out whose status was changed from waiting. Compacts when most entries are stale."""
         self._size -= 1
         if len(self._heap) > 64 and len(self._heap) > 2 * self._size:
-            self._heap = [entry for entry in self._heap if entry[3].status is Status.WAITING]
+            self._heap = [entry for entry in self._heap if entry[2].status is Status.WAITING]
             heapq.heapify(self._heap)
 
     def __len__(self) -> int:
         return self._size
 
     def __iter__(self) -> Iterator[Sequence]:
-        return (entry[3] for entry in self._heap if entry[3].status is Status.WAITING)
+        return (entry[2] for entry in self._heap if entry[2].status is Status.WAITING)

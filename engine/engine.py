@@ -1,0 +1,166 @@
+"""The engine: one loop, one iteration at a time: schedule, run, sample, emit. Usable alone, without Kafka."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from plait.engine.api import (
+    EngineStats,
+    FinishReason,
+    GenerationRequest,
+    ModelInfo,
+    RequestRefused,
+    TokenLogprob,
+    check,
+)
+from plait.engine.block_manager import BlockManager
+from plait.engine.config import EngineConfig
+from plait.engine.loader import eos_ids, load
+from plait.engine.policy import make_policy
+from plait.engine.runner import Runner
+from plait.engine.sampler import Sampler
+from plait.engine.scheduler import Scheduler
+from plait.engine.sequence import Sequence, Status
+
+DEFAULT_BUDGET = {"cpu": 256}
+
+
+@dataclass(slots=True)
+class Progress:
+    """What an iteration brought to one sequence; when its status is FINISHED, this is the last of it."""
+
+    seq: Sequence
+    token: int | None = None
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(slots=True)
+class Counters:
+    iterations: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+
+
+class Engine:
+    """Add requests, call `step` while `has_work`. One thread; nothing here blocks but the model."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: nn.Module | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.clock = clock
+        model = model if model is not None else load(config)
+        self.eos = eos_ids(model)
+        self.runner = Runner(model, config)
+        size = model.config.get_text_config().vocab_size
+        self.model = ModelInfo(
+            name=config.model,
+            vocab_size=min(config.vocab_size or size, size),
+            max_tokens_total=self.runner.max_tokens_total,
+            dtype=str(self.runner.dtype).removeprefix("torch."),
+            device=str(self.runner.device),
+            num_blocks=self.runner.num_blocks,
+            block_size=config.block_size,
+        )
+        self.scheduler = Scheduler(
+            BlockManager(self.runner.num_blocks, config.block_size),
+            make_policy(config.policy),
+            max_running=config.max_running,
+            token_budget=config.token_budget or DEFAULT_BUDGET.get(self.runner.device.type, 2048),
+            max_preemptions=config.max_preemptions,
+            watermark=config.watermark,
+            clock=clock,
+        )
+        self.sampler = Sampler(config.max_running, self.model.vocab_size, self.eos)
+        self.counters = Counters()
+        self.seqs: dict[str, Sequence] = {}
+
+    def add(self, request: GenerationRequest) -> None:
+        """Queue a request. Raises RequestRefused when it can never run."""
+        if request.request_id in self.seqs:
+            raise RequestRefused(
+                "invalid_request", "request_id", f"{request.request_id!r} is already running"
+            )
+        check(request, self.model)
+        seq = Sequence.of(request, self.clock())
+        self.seqs[seq.id] = seq
+        self.scheduler.add(seq)
+
+    def cancel(self, request_id: str, stopped: bool = False) -> Sequence | None:
+        """End a request in whatever state it is, as cancelled, or as stopped when its text met a stop string."""
+        seq = self.seqs.pop(request_id, None)
+        if seq is not None:
+            self.scheduler.finish(seq, "stop" if stopped else "cancelled")
+        return seq
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work()
+
+    def step(self) -> list[Progress]:
+        """One iteration. Gives the sequences that got a token or ended."""
+        chunks = self.scheduler.schedule()
+        if not chunks:
+            return []
+        logits = self.runner.run(chunks)
+        self.scheduler.advance(chunks)
+        self.counters.iterations += 1
+        sampling = [c.seq for c in chunks if c.seq.remaining == 0]
+        self.counters.prompt_tokens += sum(c.count for c in chunks) - len(sampling)
+        if not sampling:
+            return []
+        tokens, logprobs = self.sampler.draw(logits, sampling)
+        self.counters.generated_tokens += len(tokens)
+        now = self.clock()
+        return [
+            self._append(seq, token, logprobs.get(i), now)
+            for i, (seq, token) in enumerate(zip(sampling, tokens, strict=True))
+        ]
+
+    def _append(self, seq: Sequence, token: int, logprob: TokenLogprob | None, now: float) -> Progress:
+        if token < 0:
+            self._finish(seq, "error", "the model's output is not a number")
+            return Progress(seq)
+        seq.tokens.append(token)
+        if seq.timeline.first_token is None:
+            seq.timeline.first_token = now
+        s = seq.sampling
+        ended = (token in self.eos and not s.ignore_eos) or token in s.stop_token_ids
+        if ended and seq.output_len >= s.min_tokens:
+            self._finish(seq, "stop")
+        elif seq.output_len == s.max_tokens or len(seq.tokens) >= self.model.max_tokens_total:
+            self._finish(seq, "length")
+        return Progress(seq, token, logprob)
+
+    def _finish(self, seq: Sequence, reason: FinishReason, message: str | None = None) -> None:
+        self.scheduler.finish(seq, reason, message)
+        self.seqs.pop(seq.id, None)
+
+    def stats(self) -> EngineStats:
+        s, c = self.scheduler, self.counters
+        return EngineStats(
+            waiting=len(s.waiting),
+            running=len(s.running),
+            free_blocks=len(s.blocks.free),
+            total_blocks=s.blocks.num_blocks,
+            iterations=c.iterations,
+            prompt_tokens=c.prompt_tokens,
+            generated_tokens=c.generated_tokens,
+            preemptions=s.preemptions,
+        )
+
+    def generate(self, requests: Iterable[GenerationRequest]) -> dict[str, list[int]]:
+        """Run requests to their ends; gives the generated ids by request id."""
+        done: dict[str, list[int]] = {}
+        for request in requests:
+            self.add(request)
+        while self.has_work():
+            for progress in self.step():
+                if progress.seq.status is Status.FINISHED:
+                    done[progress.seq.id] = progress.seq.tokens[progress.seq.prompt_len :]
+        return done

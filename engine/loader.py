@@ -1,0 +1,60 @@
+"""From a model's name to a model on its device whose every layer reaches paged attention."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from plait.engine.attention import NAME, Unsupported
+from plait.engine.config import EngineConfig
+from plait.engine.models import resolve
+
+
+def load(config: EngineConfig) -> nn.Module:
+    """The model in evaluation mode. Raises Unsupported or ModelUnavailable with a message for the user."""
+    path = resolve(config.model)
+    device = pick_device(config.device)
+    dtype = pick_dtype(config.dtype, device)
+    described = AutoConfig.from_pretrained(path)
+    if getattr(described, "is_encoder_decoder", False):
+        raise Unsupported(f"{described.model_type} is an encoder-decoder model; plait runs decoders")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=described,
+            dtype=dtype,
+            attn_implementation=NAME,
+            device_map={"": device} if device.type == "cuda" else None,
+        )
+    except (KeyError, ValueError, ImportError) as error:
+        raise Unsupported(f"{config.model} ({described.model_type}) cannot be loaded: {error}") from error
+    return model.eval().requires_grad_(False)
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise Unsupported(f"device {name} was asked for, but this torch sees no GPU")
+    return device
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 where the hardware multiplies it, else float16 on a GPU and float32 on a CPU."""
+    if name != "auto":
+        return getattr(torch, name)
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if fast else torch.float32
+
+
+def eos_ids(model: nn.Module) -> frozenset[int]:
+    """Ids that end a text, by the model's generation configuration, else by its configuration."""
+    for source in (getattr(model, "generation_config", None), model.config, model.config.get_text_config()):
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()

@@ -1,0 +1,159 @@
+"""Draws one token per row. A row's result depends on that row alone, whatever else is in the batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plait.engine.api import TokenLogprob
+from plait.engine.noise import uniform
+from plait.engine.sequence import Sequence
+
+GREEDY_BELOW = 1e-5
+SEGMENT = 256
+
+
+class Sampler:
+    """Sampling parameters by seat, in arrays, so that a batch is drawn with few operations for all rows."""
+
+    def __init__(self, max_running: int, vocab_size: int, eos: frozenset[int]):
+        self.vocab_size = vocab_size
+        self.eos = eos
+        self.owners: list[Sequence | None] = [None] * max_running
+        self.temperature = np.zeros(max_running, np.float32)
+        self.top_p = np.ones(max_running, np.float32)
+        self.top_k = np.zeros(max_running, np.int64)
+        self.min_p = np.zeros(max_running, np.float32)
+        self.seeds = np.zeros(max_running, np.uint64)
+        self.adjusted = np.zeros(max_running, bool)
+        self.logprobs = np.zeros(max_running, bool)
+
+    def _seat(self, seq: Sequence) -> int:
+        if self.owners[seq.seat] is not seq:
+            s, i = seq.sampling, seq.seat
+            self.owners[i] = seq
+            self.temperature[i], self.top_p[i], self.min_p[i] = s.temperature, s.top_p, s.min_p
+            self.top_k[i] = max(0, s.top_k) if s.top_k < self.vocab_size else 0
+            self.seeds[i] = np.uint64(s.seed & (2**64 - 1))
+            self.adjusted[i] = bool(
+                s.logit_bias
+                or s.min_tokens
+                or s.presence_penalty
+                or s.frequency_penalty
+                or s.repetition_penalty != 1.0
+            )
+            self.logprobs[i] = s.logprobs is not None
+        return seq.seat
+
+    def draw(self, logits: Tensor, seqs: list[Sequence]) -> tuple[list[int], dict[int, TokenLogprob]]:
+        """Tokens for the rows of logits [R, >= vocab], -1 where a row is not a number; log-probabilities by row."""
+        # Ids past the vocabulary are padding of the output matrix: no text has them.
+        logits = logits[:, : self.vocab_size]
+        seats = np.array([self._seat(s) for s in seqs])
+        asked = np.flatnonzero(self.logprobs[seats])
+        raw = {int(i): logits[i].float() for i in asked}
+        if (changed := np.flatnonzero(self.adjusted[seats])).size:
+            logits = logits.float().clone()
+            for i in changed:
+                adjust(logits[i], seqs[i], self.eos)
+        best = logits.max(dim=-1)
+        tokens = best.indices.cpu().numpy().copy()
+        hot = np.flatnonzero(self.temperature[seats] >= GREEDY_BELOW)
+        if hot.size:
+            positions = np.array([len(seqs[i].tokens) for i in hot])
+            noise = uniform(self.seeds[seats[hot]], positions)
+            tokens[hot] = self._random(logits, hot, seats[hot], noise)
+        tokens[~torch.isfinite(best.values).cpu().numpy()] = -1
+        drawn = tokens.tolist()
+        return drawn, {i: logprob(row, drawn[i], seqs[i].sampling.logprobs or 0) for i, row in raw.items()}
+
+    def _random(self, logits: Tensor, rows: np.ndarray, seats: np.ndarray, noise: np.ndarray) -> np.ndarray:
+        device = logits.device
+
+        def column(values: np.ndarray) -> Tensor:
+            return torch.from_numpy(values).to(device)[:, None]
+
+        x = logits[torch.from_numpy(rows).to(device)].float() / column(self.temperature[seats])
+        x -= x.max(dim=-1, keepdim=True).values
+        if (cut := np.flatnonzero(self.top_k[seats])).size:
+            at = torch.from_numpy(cut).to(device)
+            x[at] = keep_top_k(x[at], column(self.top_k[seats[cut]]))
+        if (cut := np.flatnonzero(self.top_p[seats] < 1)).size:
+            at = torch.from_numpy(cut).to(device)
+            x[at] = keep_top_p(x[at], column(self.top_p[seats[cut]]))
+        if (cut := np.flatnonzero(self.min_p[seats])).size:
+            at = torch.from_numpy(cut).to(device)
+            x[at] = keep_above(x[at], column(np.log(self.min_p[seats[cut]])))
+        return inverse_cdf(x.exp_(), torch.from_numpy(noise).to(device)).cpu().numpy()
+
+
+def adjust(row: Tensor, seq: Sequence, eos: frozenset[int]) -> None:
+    """Bias, the ban on ending early, and penalties (vLLM's order and formulas) on float32 logits [V], in place."""
+    s = seq.sampling
+    if s.logit_bias:
+        row[list(s.logit_bias)] += torch.tensor(list(s.logit_bias.values()), device=row.device)
+    if seq.output_len < s.min_tokens and (banned := [i for i in {*eos, *s.stop_token_ids} if i < len(row)]):
+        row[banned] = -torch.inf
+    if s.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted(set(seq.tokens)), device=row.device)
+        values = row[seen]
+        row[seen] = torch.where(values > 0, values / s.repetition_penalty, values * s.repetition_penalty)
+    if seq.output_len and (s.presence_penalty or s.frequency_penalty):
+        output = torch.tensor(seq.tokens[seq.prompt_len :], device=row.device)
+        ids, counts = output.unique(return_counts=True)
+        row[ids] -= s.presence_penalty + s.frequency_penalty * counts
+
+
+def keep_above(x: Tensor, threshold: Tensor) -> Tensor:
+    """Logits under a row's threshold become -inf. Ties with it stay, so that no order among equals matters."""
+    return x.masked_fill(x < threshold, -torch.inf)
+
+
+def keep_top_k(x: Tensor, k: Tensor) -> Tensor:
+    best = x.topk(int(k.max()), dim=-1).values
+    return keep_above(x, best.gather(1, k - 1))
+
+
+def keep_top_p(x: Tensor, p: Tensor) -> Tensor:
+    """Nucleus sampling (Holtzman et al., ICLR 2020): the likeliest tokens that together reach p."""
+    total = x.exp().sum(-1, keepdim=True, dtype=torch.float64)
+    # A full sort of the vocabulary is far dearer than a look at its head, which nearly always holds the nucleus.
+    width = min(512, x.shape[1])
+    while True:
+        best = x.topk(width, dim=-1).values
+        mass = best.exp().cumsum(-1, dtype=torch.float64) / total
+        if width == x.shape[1] or bool((mass[:, -1:] >= p).all()):
+            break
+        width = min(width * 8, x.shape[1])
+    last = (mass < p).sum(-1, keepdim=True).clamp(max=width - 1)
+    return keep_above(x, best.gather(1, last))
+
+
+def inverse_cdf(weights: Tensor, noise: Tensor) -> Tensor:
+    """The token of each row at which the running sum of weights [R, V] (float32) passes noise [R] times their sum.
+
+    Two levels: sums of segments, then the sums inside one, which is quicker and more exact than one long sum.
+    """
+    rows, width = weights.shape
+    if pad := -width % SEGMENT:
+        weights = torch.nn.functional.pad(weights, (0, pad))
+    parts = weights.view(rows, -1, SEGMENT)
+    ends = parts.sum(-1, dtype=torch.float64).cumsum(-1)
+    target = noise[:, None] * ends[:, -1:]
+    # The first segment whose end lies beyond the target; it has weight, since its end differs from the one before.
+    segment = (ends <= target).sum(-1, keepdim=True).clamp(max=ends.shape[1] - 1)
+    before = torch.where(segment > 0, ends.gather(1, (segment - 1).clamp(min=0)), 0.0)
+    inside = parts.gather(1, segment[..., None].expand(-1, 1, SEGMENT))[:, 0]
+    passed = inside.cumsum(-1, dtype=torch.float64) <= target - before
+    # Rounding may pass every token of the segment: then its last one with weight is meant.
+    last = SEGMENT - 1 - (inside > 0).flip(-1).int().argmax(-1, keepdim=True)
+    return (segment * SEGMENT + torch.minimum(passed.sum(-1, keepdim=True), last))[:, 0]
+
+
+def logprob(row: Tensor, token: int, top: int) -> TokenLogprob:
+    """Log-probabilities of the model itself, before penalties and temperature."""
+    values = row.log_softmax(-1)
+    best = values.topk(min(top, len(row))) if top else None
+    pairs = list(zip(best.indices.tolist(), best.values.tolist(), strict=True)) if best else []
+    return TokenLogprob(token, float(values[token]) if token >= 0 else float("nan"), pairs)

@@ -1,0 +1,144 @@
+"""Decides at every iteration which sequences compute how many tokens.
+
+There is no prefill or decode phase: a sequence has tokens known and tokens computed, and an iteration gives
+each chosen one some of the difference under one token budget (Orca's iteration-level scheduling, OSDI 2022;
+chunked prefill as in Sarathi-Serve, OSDI 2024).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from plait.engine.api import FinishReason
+from plait.engine.block_manager import BlockManager
+from plait.engine.policy import Policy
+from plait.engine.sequence import Chunk, Sequence, Status
+from plait.engine.waiting import WaitingQueue
+
+
+class Scheduler:
+    """Waiting and running sequences, and the blocks they hold.
+
+    The running sequence that the policy puts first always gets what it needs, at the cost of the last ones, and no
+    sequence is longer than the pool: so every iteration makes progress.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        policy: Policy,
+        *,
+        max_running: int,
+        token_budget: int,
+        max_preemptions: int,
+        watermark: float,
+        clock: Callable[[], float],
+    ):
+        self.blocks = blocks
+        self.policy = policy
+        # More than one token for each, or decodes would keep a prompt from ever being prefilled.
+        self.token_budget = max(token_budget, max_running + blocks.block_size)
+        self.max_preemptions = max_preemptions
+        self.reserve = max(1, math.ceil(watermark * blocks.num_blocks))
+        self.clock = clock
+        self.waiting = WaitingQueue(policy)
+        self.running: list[Sequence] = []
+        self.seats = list(range(max_running - 1, -1, -1))
+        self.preemptions = 0
+
+    def add(self, seq: Sequence) -> None:
+        self.waiting.push(seq)
+
+    def has_work(self) -> bool:
+        return bool(self.running) or len(self.waiting) > 0
+
+    def schedule(self) -> list[Chunk]:
+        """The next iteration's chunks: single tokens first, then longer ones. Empty only when there is no work."""
+        self.running.sort(key=self.policy.key)
+        self._chosen: dict[Sequence, Chunk] = {}
+        self._budget = self.token_budget
+        preempted_before = self.preemptions
+        # Decodes first: one token each always fits, and their time per token is what users watch.
+        for seq in sorted(self.running, key=lambda s: s.remaining > 1):
+            if seq.status is Status.RUNNING and self._budget and self._grow(seq):
+                self._choose(seq)
+        if self.preemptions == preempted_before:
+            self._admit()
+        return sorted(self._chosen.values(), key=lambda c: c.count > 1)
+
+    def _choose(self, seq: Sequence) -> None:
+        chunk = self._chosen[seq] = Chunk(seq, min(seq.remaining, self._budget))
+        self._budget -= chunk.count
+
+    def _grow(self, seq: Sequence) -> bool:
+        """Blocks for all tokens of a running sequence, taken from less urgent ones if need be; else it waits."""
+        missing = self.blocks.needed(len(seq.blocks), len(seq.tokens))
+        while not self.blocks.can_allocate(missing):
+            victim = self._victim(seq)
+            if victim is None:
+                return False
+            if victim in self._chosen:
+                self._budget += self._chosen.pop(victim).count
+            self._preempt(victim)
+        seq.blocks += self.blocks.allocate(missing)
+        return True
+
+    def _victim(self, seq: Sequence) -> Sequence | None:
+        """The last running sequence behind `seq`, one that was preempted too often only when no other is left."""
+        behind = [s for s in self.running if self.policy.key(s) > self.policy.key(seq)]
+        return max(
+            behind, key=lambda s: (s.preemptions < self.max_preemptions, self.policy.key(s)), default=None
+        )
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Back to waiting; what it computed is computed again from its tokens."""
+        self.preemptions += 1
+        self._leave(seq)
+        seq.preemptions += 1
+        seq.timeline.preemptions.append(self.clock())
+        seq.computed = 0
+        seq.status = Status.WAITING
+        self.waiting.push(seq)
+
+    def _admit(self) -> None:
+        while self._budget and self.seats and (seq := self.waiting.peek()):
+            needed = self.blocks.needed(0, len(seq.tokens))
+            # The reserve keeps a sequence out that would be preempted, or preempt, as soon as it is in.
+            if not self.blocks.can_allocate(needed + (self.reserve if self.running else 0)):
+                break
+            self.waiting.pop()
+            seq.blocks = self.blocks.allocate(needed)
+            seq.seat = self.seats.pop()
+            seq.status = Status.RUNNING
+            if seq.timeline.scheduled is None:
+                seq.timeline.scheduled = self.clock()
+            self.running.append(seq)
+            self._choose(seq)
+
+    def advance(self, chunks: list[Chunk]) -> None:
+        """The chunks were computed: their KV is in the pool."""
+        for chunk in chunks:
+            chunk.seq.computed += chunk.count
+
+    def finish(self, seq: Sequence, reason: FinishReason, message: str | None = None) -> None:
+        """End a sequence in whatever state it is; ending one twice changes nothing."""
+        if seq.status is Status.FINISHED:
+            return
+        was, seq.status = seq.status, Status.FINISHED
+        if was is Status.RUNNING:
+            self._leave(seq)
+        else:
+            self.waiting.forget(seq)
+        seq.reason, seq.message = reason, message
+        seq.timeline.finished = self.clock()
+
+    def _leave(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self.blocks.release(seq.blocks)
+        self.seats.append(seq.seat)
+        seq.blocks, seq.seat = [], -1
+
+    def check(self) -> None:
+        """Raise AssertionError when the pool's book-keeping is off; cheap enough to run whenever idle."""
+        self.blocks.check([seq.blocks for seq in self.running])
