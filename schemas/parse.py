@@ -16,10 +16,6 @@ JSON = "application/json"
 
 MAX_VALUE_BYTES = 8 * 1024 * 1024
 
-# A msgpack list announces its length and gets memory for it before its items are read: many nested
-# announcements would take gigabytes. Only the lists directly in the message may be longer than this.
-_MAX_NESTED_ITEMS = 4096
-
 _TYPES = {
     "application/msgpack": MSGPACK,
     "application/x-msgpack": MSGPACK,
@@ -142,35 +138,20 @@ def _read_json(value: bytes, pairs: _Pairs) -> tuple[dict[str, Any], str | None]
 
 
 def _read_msgpack(value: bytes, pairs: _Pairs) -> tuple[dict[str, Any], str | None]:
-    unpacker = msgpack.Unpacker(
-        max_buffer_size=MAX_VALUE_BYTES,
-        max_array_len=_MAX_NESTED_ITEMS,
-        max_map_len=_MAX_NESTED_ITEMS,
-        strict_map_key=False,
-        object_pairs_hook=pairs,
-        list_hook=pairs.count,
-        # Bad text is found, with its path, once the map has been read.
-        unicode_errors="surrogateescape",
-    )
-    unpacker.feed(value)
     if _sniff(value) != MSGPACK:
         raise _Unreadable("is not a msgpack map")
     try:
-        count = unpacker.read_map_header()
-        if count > _MAX_NESTED_ITEMS:
-            raise _Unreadable(f"has {count} fields; the limit is {_MAX_NESTED_ITEMS}")
-        items = [(unpacker.unpack(), _top_item(value, unpacker)) for _ in range(count)]
-    except msgpack.OutOfData:
-        raise _Unreadable("is not valid msgpack: it ends early") from None
-    extra = len(value) - unpacker.tell()
-    return pairs(items), f"{extra} bytes follow the msgpack map" if extra else None
-
-
-def _top_item(value: bytes, unpacker: msgpack.Unpacker) -> Any:
-    first = value[unpacker.tell() : unpacker.tell() + 1]
-    if first in (b"\xdc", b"\xdd"):
-        return [unpacker.unpack() for _ in range(unpacker.read_array_header())]
-    return unpacker.unpack()
+        fields = msgpack.unpackb(
+            value,
+            strict_map_key=False,
+            object_pairs_hook=pairs,
+            list_hook=pairs.count,
+            # Bad text is found, with its path, once the map has been read.
+            unicode_errors="surrogateescape",
+        )
+    except msgpack.ExtraData as error:
+        return error.unpacked, f"{len(error.extra)} bytes follow the msgpack map"
+    return fields, None
 
 
 def _short(error: Exception) -> str:

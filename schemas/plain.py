@@ -26,11 +26,11 @@ def find_problem(value: Any, *, depth: int = MAX_DEPTH, int_keys_at: str | None 
         for path, item in stack[-1]:
             kind = type(item)
             if kind is dict or kind is list:
-                if not item:
-                    continue
                 left -= 1
                 if left < 0:
                     return path, f"the message has more than {MAX_CONTAINERS} maps and lists"
+                if not item:
+                    continue
                 if len(stack) > depth:
                     return path, f"nested deeper than {depth} levels"
                 if (

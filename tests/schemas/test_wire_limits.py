@@ -38,17 +38,24 @@ def refused(value: bytes, content_type: str | None = None) -> WireError:
     return caught.value
 
 
-def test_announced_lengths_take_no_memory() -> None:
-    announced = b"\xdd" + (1_000_000).to_bytes(4, "big")
-    value = HEAD + announced * 200 + b"\xc0" * 1_000_000
+def peak_of_refusing(value: bytes) -> int:
     tracemalloc.start()
     try:
         refused(value)
-        peak = tracemalloc.get_traced_memory()[1]
+        return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    # 200 lists of a million places each would be 1.6 GB.
-    assert peak < 64_000_000
+
+
+def test_announced_lengths_take_no_memory() -> None:
+    """msgpack before 1.2 takes the memory of a list when it reads its length: 1.6 GB here."""
+    announced = b"\xdd" + (1_000_000).to_bytes(4, "big")
+    assert peak_of_refusing(HEAD + announced * 200 + b"\xc0" * 1_000_000) < 100_000_000
+
+
+def test_many_small_lists_take_little_memory() -> None:
+    count = 4_000_000
+    assert peak_of_refusing(HEAD + b"\xdd" + count.to_bytes(4, "big") + b"\x90" * count) < 64_000_000
 
 
 @pytest.mark.parametrize("content_type", [MSGPACK, JSON])
@@ -67,12 +74,7 @@ def test_colliding_keys_never_reach_a_hash_table() -> None:
     keys = [k * modulus for k in range(1, 8)]
     value = HEAD + bytes([0x80 + len(keys)]) + b"".join(msgpack.packb(key) + b"\x01" for key in keys)
     error = refused(value)
-    assert error.request_id == "a" and "keys" in error.message
-
-
-def test_a_map_of_too_many_fields() -> None:
-    value = b"\xde\xff\xff" + b"".join(msgpack.packb(f"f{i}") + b"\x01" for i in range(0xFFFF))
-    assert "65535 fields" in refused(value).message
+    assert error.request_id == "a" and error.message == "a map has keys that are not text"
 
 
 def test_the_size_limit() -> None:
