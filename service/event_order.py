@@ -1,0 +1,71 @@
+"""Puts the events of one request in order: no gap, no duplicate, whichever worker published them."""
+
+from __future__ import annotations
+
+from plait.schemas import Event, TokensEvent
+
+
+class EventOrder:
+    """One request's events by (index, epoch), as a reader of the response topic meets them.
+
+    An event of an older epoch comes from a worker that lost the request and is ignored. A newer epoch may
+    begin at an index that was already delivered, when the older worker's event arrived after the new one had
+    read the topic: both continue the same tokens, so what was delivered is cut off the newer events.
+    Delivered events are numbered 0, 1, 2, ... even then.
+    """
+
+    def __init__(self) -> None:
+        self.next = 0
+        self.epoch = -1
+        self._delivered = 0
+        self._held: dict[int, Event] = {}
+        self._sizes: list[tuple[int, int, int]] = []
+        self._skip: dict[int, tuple[int, int]] = {}
+
+    @property
+    def gap(self) -> bool:
+        """Whether a later event waits for one that is missing."""
+        return bool(self._held)
+
+    def add(self, event: Event) -> list[Event]:
+        """Take one event from the topic; returns those that can be delivered now, in order."""
+        if event.epoch < self.epoch:
+            return []
+        if event.epoch > self.epoch:
+            self._change_epoch(event)
+        if event.index < self.next:
+            return []
+        self._held.setdefault(event.index, event)
+        ready = []
+        while (following := self._held.pop(self.next, None)) is not None:
+            self.next += 1
+            fresh = self._cut(following)
+            if fresh is not None:
+                ready.append(fresh.model_copy(update={"index": self._delivered}))
+                self._delivered += 1
+        return ready
+
+    def _change_epoch(self, event: Event) -> None:
+        self.epoch = event.epoch
+        self._held.clear()
+        for choice, tokens, characters in self._sizes[event.index :]:
+            old = self._skip.get(choice, (0, 0))
+            self._skip[choice] = (old[0] + tokens, old[1] + characters)
+        del self._sizes[event.index :]
+        self.next = min(self.next, event.index)
+
+    def _cut(self, event: Event) -> Event | None:
+        """The event without what was delivered before; None when nothing is left of it."""
+        if not isinstance(event, TokensEvent):
+            return event
+        self._sizes.append((event.choice, len(event.token_ids), len(event.text)))
+        tokens, characters = self._skip.get(event.choice, (0, 0))
+        if not tokens and not characters:
+            return event
+        left = (max(0, tokens - len(event.token_ids)), max(0, characters - len(event.text)))
+        self._skip[event.choice] = left
+        token_ids, text = event.token_ids[tokens:], event.text[characters:]
+        if not token_ids and not text:
+            return None
+        logprobs = event.logprobs[tokens:] if event.logprobs else event.logprobs
+        return event.model_copy(update={"token_ids": token_ids, "text": text, "logprobs": logprobs})

@@ -1,0 +1,138 @@
+"""One consumer for all of a client's streams: hands every event to the stream of its request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
+from aiokafka.errors import KafkaError
+
+from plait.schemas import Event, decode_event, headers
+from plait.service.event_order import EventOrder
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Inbox:
+    """What has arrived for one request. `gap_since` is the monotonic time since which an event is missing."""
+
+    order: EventOrder = field(default_factory=EventOrder)
+    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+    gap_since: float | None = None
+
+    def put(self, event: Event) -> None:
+        before = self.order.next
+        for ready in self.order.add(event):
+            self.events.put_nowait(ready)
+        if not self.order.gap:
+            self.gap_since = None
+        elif self.gap_since is None or self.order.next != before:
+            self.gap_since = time.monotonic()
+
+
+class ResponseReader:
+    """Reads response topics without a group, so that nothing is committed and nobody is waited for."""
+
+    def __init__(self, bootstrap_servers: str, kafka: Mapping[str, Any]) -> None:
+        self._consumer = AIOKafkaConsumer(
+            bootstrap_servers=bootstrap_servers,
+            group_id=None,
+            auto_offset_reset="earliest",
+            enable_auto_commit=False,
+            fetch_max_wait_ms=100,
+            **kafka,
+        )
+        self._inboxes: dict[str, Inbox] = {}
+        self._positions: dict[TopicPartition, int] = {}
+        self._moves = 0
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await self._consumer.start()
+        self._task = asyncio.create_task(self._read(), name="plait client reader")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._consumer.stop()
+
+    def is_open(self, request_id: str) -> bool:
+        return request_id in self._inboxes
+
+    def open(self, request_id: str) -> Inbox:
+        """The inbox of a request: the same one until it is closed."""
+        return self._inboxes.setdefault(request_id, Inbox())
+
+    def close(self, request_id: str) -> None:
+        self._inboxes.pop(request_id, None)
+
+    async def follow(self, partitions: list[TopicPartition], from_end: bool = False) -> None:
+        """Also read these partitions, from their beginning or from now on; those known keep their place."""
+        new = [p for p in partitions if p not in self._positions]
+        starts = await self._consumer.end_offsets(new) if new and from_end else dict.fromkeys(new, 0)
+        self._positions.update(starts)
+        self._move()
+
+    def forget(self, topic: str) -> None:
+        gone = [p for p in self._positions if p.topic == topic]
+        for partition in gone:
+            del self._positions[partition]
+        if gone:
+            self._move()
+
+    def rewind(self, topic: str) -> None:
+        """Read a topic again from its beginning: streams that already got events drop them as duplicates."""
+        for partition in self._positions:
+            if partition.topic == topic:
+                self._positions[partition] = 0
+        self._move()
+
+    def _move(self) -> None:
+        self._moves += 1
+        self._assign()
+
+    def _assign(self) -> None:
+        self._consumer.assign(list(self._positions))
+        for partition, offset in self._positions.items():
+            self._consumer.seek(partition, offset)
+
+    async def _read(self) -> None:
+        while True:
+            moves = self._moves
+            try:
+                batches = await self._consumer.getmany(timeout_ms=1000)
+            except KafkaError as error:
+                log.warning("reading responses failed, trying again: %s", error)
+                await asyncio.sleep(0.5)
+                continue
+            if moves != self._moves:
+                # What was fetched may be from before the move or from after it: read it again.
+                self._assign()
+                continue
+            for partition, records in batches.items():
+                for record in records:
+                    self._dispatch(record)
+                self._positions[partition] = records[-1].offset + 1
+            if not self._positions:
+                await asyncio.sleep(0.05)
+
+    def _dispatch(self, record: ConsumerRecord) -> None:
+        inbox = self._inboxes.get((record.key or b"").decode(errors="replace"))
+        if inbox is None or record.value is None:
+            return
+        content_type = next((v for k, v in record.headers if k == headers.CONTENT_TYPE), None)
+        try:
+            event = decode_event(record.value, content_type.decode() if content_type else None)
+        except ValueError as error:
+            log.warning(
+                "skipping an event that cannot be read at %s@%d: %s", record.topic, record.offset, error
+            )
+            return
+        inbox.put(event)
