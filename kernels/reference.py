@@ -39,7 +39,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of a ragged batch over the paged cache, in fp32; q and result `[T, num_heads, head_dim]`.
+    """Causal attention of a ragged batch over the paged cache, in fp32; q is `[T, num_heads, head_dim]`.
 
     With `window` a query at position p sees the keys p - window + 1 to p. `softcap` bounds the scaled scores
     to (-softcap, softcap) by tanh, as in Gemma 2. `sinks` `[num_heads]` adds one logit per head to the
@@ -58,7 +58,7 @@ def paged_attention(
 
 
 def _gather(batch: Batch, layer: int, seq: int, first: int, length: int) -> tuple[Tensor, Tensor]:
-    """The sequence's keys and values at positions first to length - 1, `[num_kv_heads, length - first, head_dim]`.
+    """The sequence's keys and values at positions first to length - 1, each `[num_kv_heads, n, head_dim]`.
 
     Blocks that lie wholly before `first` are not read: under a sliding window they may have been freed.
     """

@@ -48,7 +48,7 @@ def _tiles(
     HEAD_PAD: tl.constexpr,
     TILE_N: tl.constexpr,
 ):
-    """Online softmax over the key tiles `begin` to `end - 1`; MASKED tiles hold keys that not all rows see."""
+    """Online softmax over the key tiles `begin` to `end - 1`; MASKED tiles have keys some rows do not see."""
     dim = tl.arange(0, HEAD_PAD)
     key = lowest + begin * TILE_N + tl.arange(0, TILE_N)
     # Block numbers are fetched one tile ahead, so that the loads of keys and values can be pipelined.
@@ -204,8 +204,8 @@ def attention_kernel(
         share = tl.cdiv(num_tiles, SPLITS)
         begin = tl.program_id(2) * share
         acc, total, top = _tiles(
-            queries, acc, total, top, begin, tl.minimum(begin + share, num_tiles), lowest, length, position, kv,
-            table, scale, True, WINDOW, SOFTCAP, STRIDE, PLANE, BLOCK_SIZE, HEAD_DIM, HEAD_PAD, TILE_N,
+            queries, acc, total, top, begin, tl.minimum(begin + share, num_tiles), lowest, length, position,
+            kv, table, scale, True, WINDOW, SOFTCAP, STRIDE, PLANE, BLOCK_SIZE, HEAD_DIM, HEAD_PAD, TILE_N,
         )  # fmt: skip
     else:
         open_begin = 0
@@ -267,8 +267,8 @@ def paged_attention(
 ) -> Tensor:
     """As `reference.paged_attention`; rows of q past the last sequence are left undefined.
 
-    q has the pool's type (bf16, fp16 or fp32), any strides with head_dim contiguous, and a head_dim of 16 to
-    256. Decodes and longer chunks are launched apart, each with tiles of its size. Nothing waits for the device.
+    q has the pool's type (bf16, fp16, fp32), else ValueError, and a head_dim of 16 to 256. Decodes and longer
+    chunks are launched apart, each with tiles of its size. Nothing waits for the device.
     """
     if q.dtype != batch.pool.dtype:
         raise ValueError(f"queries are {q.dtype}, the cache is {batch.pool.dtype}")

@@ -1,6 +1,6 @@
 """Triton kernels that put new keys and values into the paged cache, and that copy whole blocks.
 
-The layout is that of PagedAttention (Kwon et al. 2023, arXiv:2309.06180), with all layers of a block adjacent.
+The layout is that of PagedAttention (Kwon et al. 2023, arXiv:2309.06180), all layers of a block adjacent.
 """
 
 from __future__ import annotations

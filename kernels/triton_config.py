@@ -68,20 +68,23 @@ def device_of(device: torch.device) -> Device:
 def launch_for(device: Device, dtype: torch.dtype, head_dim: int, group: int, *, decode: bool) -> Launch:
     """The tiles for queries of `group` heads per kv head.
 
-    Device classes: 99 KiB of shared memory a block (8.6, 8.9, 12.x), 163 KiB (8.0), 227 KiB (9.0, 10.x).
+    Hopper and data-centre Blackwell (9.x, 10.x) multiply by warp groups and have 227 KiB of shared memory a
+    block. All others share one choice within 99 KiB, the least of them (8.6, 8.9, 12.x).
     """
     pad = _power_of_two(head_dim)
-    small = device.capability[1] != 0 and device.capability[0] == 8 or device.capability[0] == 12
+    large = device.capability[0] in (9, 10)
+    few = decode and group <= 32
     if dtype == torch.float32:
-        tile_m, tile_n, warps, stages = (16, 32, 4, 2) if decode else (32, 32, 4, 2)
-    elif decode:
-        tile_m, tile_n, warps, stages = (16, 64, 4, 4)
+        tiles = (16, 32, 8, 2) if few else (32, 16, 8, 2)
+    elif few:
+        tiles = (16, 64 if pad <= 128 else 32, 4, 3)
+    elif pad <= 64:
+        tiles = (128, 64, 8, 3)
     elif pad <= 128:
-        tile_m, tile_n, warps, stages = (128, 64, 8, 3)
+        tiles = (128, 64 if large else 32, 8, 3)
     else:
-        tile_m, tile_n, warps, stages = (64, 64, 4, 2)
-    if small:
-        tile_n, stages = tile_n // 2, min(stages, 3)
+        tiles = (128 if large else 64, 32, 8, 2)
+    tile_m, tile_n, warps, stages = tiles
     return Launch(decode, pad, max(tile_m, _power_of_two(group)), tile_n, warps, stages)
 
 
