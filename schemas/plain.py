@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 MAX_DEPTH = 16
-MAX_CONTAINERS = 200_000
+MAX_CONTAINERS = 300_000
 
 _MIN_INT, _MAX_INT = -(2**63), 2**64 - 1
 
