@@ -14,6 +14,7 @@ from plait.engine.api import (
     GenerationRequest,
     ModelInfo,
     RequestRefused,
+    SamplingParams,
     TokenLogprob,
     check,
 )
@@ -79,6 +80,7 @@ class Engine:
         )
         self.sampler = Sampler(config.max_running, self.model.vocab_size, self.eos)
         self.counters = Counters()
+        self.on_admit: Callable[[list[Sequence]], None] = lambda seqs: None
         self.seqs: dict[str, Sequence] = {}
 
     def add(self, request: GenerationRequest) -> None:
@@ -107,6 +109,8 @@ class Engine:
         chunks = self.scheduler.schedule()
         if not chunks:
             return []
+        if self.scheduler.admitted:
+            self.on_admit(self.scheduler.admitted)
         logits = self.runner.run(chunks)
         self.scheduler.advance(chunks)
         self.counters.iterations += 1
@@ -140,6 +144,13 @@ class Engine:
     def _finish(self, seq: Sequence, reason: FinishReason, message: str | None = None) -> None:
         self.scheduler.finish(seq, reason, message)
         self.seqs.pop(seq.id, None)
+
+    def warm_up(self) -> None:
+        """Run a prompt as long as one iteration allows and one token after it: what is compiled lazily is compiled
+        now, and what does not fit into memory fails now."""
+        length = min(self.scheduler.token_budget, self.model.max_tokens_total - 2)
+        self.generate([GenerationRequest("warm-up", [0] * length, SamplingParams(max_tokens=2, ignore_eos=True))])
+        self.counters = Counters()
 
     def stats(self) -> EngineStats:
         s, c = self.scheduler, self.counters

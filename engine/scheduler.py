@@ -46,6 +46,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.seats = list(range(max_running - 1, -1, -1))
         self.preemptions = 0
+        self.admitted: list[Sequence] = []
 
     def add(self, seq: Sequence) -> None:
         self.waiting.push(seq)
@@ -58,6 +59,7 @@ class Scheduler:
         self.running.sort(key=self.policy.key)
         self._chosen: dict[Sequence, Chunk] = {}
         self._budget = self.token_budget
+        self.admitted = []
         preempted_before = self.preemptions
         # Decodes first: one token each always fits, and their time per token is what users watch.
         for seq in sorted(self.running, key=lambda s: s.remaining > 1):
@@ -114,6 +116,7 @@ class Scheduler:
             if seq.timeline.scheduled is None:
                 seq.timeline.scheduled = self.clock()
             self.running.append(seq)
+            self.admitted.append(seq)
             self._choose(seq)
 
     def advance(self, chunks: list[Chunk]) -> None:

@@ -1,0 +1,91 @@
+"""The engine's own process: `python -m plait.engine.child FD CONFIG`, started by `plait.engine.process`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import sys
+import time
+from dataclasses import asdict
+from typing import Any
+
+from plait.engine.api import RequestRefused
+from plait.engine.config import EngineConfig
+from plait.engine.engine import Engine, Progress
+from plait.engine.link import Link, request_in
+from plait.engine.sequence import Sequence, Status
+
+log = logging.getLogger(__name__)
+STATS_SECONDS = 0.25
+
+
+def main() -> int:
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    link = Link(socket.socket(fileno=int(sys.argv[1])))
+    config = EngineConfig(**json.loads(sys.argv[2]))
+    try:
+        engine = Engine(config)
+        engine.warm_up()
+    except Exception as error:
+        log.debug("the engine cannot start", exc_info=True)
+        link.send(["failed", f"{type(error).__name__}: {error}"])
+        return 1
+    link.send(["ready", asdict(engine.model)])
+    engine.on_admit = lambda seqs: link.send(["running", [s.id for s in seqs]])
+    try:
+        serve(engine, link)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass
+    return 0
+
+
+def serve(engine: Engine, link: Link) -> None:
+    """Iterate while there is work, wait for messages while there is none; until told to stop."""
+    told, idle = 0.0, False
+    while True:
+        rows: list[list[Any]] = []
+        for message in link.receive(0.0 if engine.has_work() else 2 * STATS_SECONDS):
+            if message[0] == "stop":
+                return
+            rows += handle(engine, message)
+        rows += [row(p) for p in engine.step()]
+        now, was, idle = time.monotonic(), idle, not engine.has_work()
+        if idle and not was:
+            engine.scheduler.check()
+        if rows or now - told > STATS_SECONDS or idle != was:
+            link.send(["out", rows, asdict(engine.stats())])
+            told = now
+
+
+def handle(engine: Engine, message: list[Any]) -> list[list[Any]]:
+    if message[0] == "add":
+        request = request_in(message[1])
+        try:
+            engine.add(request)
+        except RequestRefused as error:
+            seq = Sequence.of(request, time.monotonic())
+            seq.reason, seq.message = "error", str(error)
+            return [[seq.id, [], None, finish(seq)]]
+        return []
+    cancelled = engine.cancel(message[1], stopped=message[2])
+    return [] if cancelled is None else [[cancelled.id, [], None, finish(cancelled)]]
+
+
+def row(progress: Progress) -> list[Any]:
+    seq, p = progress.seq, progress.logprob
+    return [
+        seq.id,
+        [] if progress.token is None else [progress.token],
+        None if p is None else [p.token_id, p.logprob, p.top],
+        finish(seq) if seq.status is Status.FINISHED else None,
+    ]
+
+
+def finish(seq: Sequence) -> list[Any]:
+    t = seq.timeline
+    return [seq.reason, seq.message, t.scheduled, t.first_token, t.finished, t.preemptions, 0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
