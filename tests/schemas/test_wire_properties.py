@@ -156,6 +156,7 @@ ERROR_EVENTS = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(requests(), ENCODINGS)
 def test_requests_round_trip(request: Request, content_type: str) -> None:
     value = encode(request, content_type)
@@ -163,6 +164,7 @@ def test_requests_round_trip(request: Request, content_type: str) -> None:
     assert decode_request(value, None) == (request, content_type)
 
 
+@settings(deadline=None)
 @given(TOKENS_EVENTS | DONE_EVENTS | ERROR_EVENTS, ENCODINGS)
 def test_events_round_trip(event: TokensEvent | DoneEvent | ErrorEvent, content_type: str) -> None:
     value = encode(event, content_type)
@@ -170,12 +172,14 @@ def test_events_round_trip(event: TokensEvent | DoneEvent | ErrorEvent, content_
     assert type(again) is type(event) and again == event
 
 
+@settings(deadline=None)
 @given(IDS, ENCODINGS)
 def test_cancel_round_trips(request_id: str, content_type: str) -> None:
     cancel = Cancel(request_id=request_id)
     assert decode_control(encode(cancel, content_type), None) == cancel
 
 
+@settings(deadline=None)
 @given(TOKENS_EVENTS, ENCODINGS)
 def test_the_fast_path_gives_the_same_bytes(event: TokensEvent, content_type: str) -> None:
     fast = tokens_event_bytes(
@@ -218,13 +222,13 @@ def decode_all(value: bytes, content_type: str | None = None) -> None:
 HEADERS = st.sampled_from([None, MSGPACK, JSON, "text/plain", ""])
 
 
-@settings(max_examples=500)
+@settings(deadline=None, max_examples=500)
 @given(st.binary(max_size=200), HEADERS)
 def test_any_bytes(value: bytes, content_type: str | None) -> None:
     decode_all(value, content_type)
 
 
-@settings(max_examples=300)
+@settings(deadline=None, max_examples=300)
 @given(st.binary(max_size=60))
 def test_any_bytes_in_a_map(value: bytes) -> None:
     decode_all(b"\x82\xaarequest_id\xa1a\xa6prompt" + value, MSGPACK)
@@ -237,7 +241,7 @@ FIELDS = st.sampled_from(
 ODD = PLAIN | st.floats() | st.integers() | st.binary(max_size=3)
 
 
-@settings(max_examples=500)
+@settings(deadline=None, max_examples=500)
 @given(st.dictionaries(FIELDS, ODD, max_size=8), st.booleans())
 def test_any_map(fields: dict[str, Any], with_id: bool) -> None:
     if with_id:
@@ -246,7 +250,7 @@ def test_any_map(fields: dict[str, Any], with_id: bool) -> None:
         decode_all(value)
 
 
-@settings(max_examples=500)
+@settings(deadline=None, max_examples=500)
 @given(requests(), st.data())
 def test_a_changed_request(request: Request, data: st.DataObject) -> None:
     fields = request.model_dump(exclude_none=True)
@@ -257,7 +261,7 @@ def test_a_changed_request(request: Request, data: st.DataObject) -> None:
         decode_all(value)
 
 
-@settings(max_examples=500)
+@settings(deadline=None, max_examples=500)
 @given(requests(), ENCODINGS, st.data())
 def test_a_damaged_request(request: Request, content_type: str, data: st.DataObject) -> None:
     value = bytearray(encode(request, content_type))
