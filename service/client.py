@@ -116,7 +116,7 @@ class Client:
         self._timeout_s = timeout_s
         self._gap_timeout_s = gap_timeout_s
         self._max_request_bytes = max_request_bytes
-        extra = dict(kafka or {})
+        extra = {name: value for name, value in (kafka or {}).items() if name != "bootstrap_servers"}
         self._admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap_servers, **extra)
         # Room for the headers beside the value, and below the default limit of the brokers.
         self._producer = AIOKafkaProducer(
