@@ -22,12 +22,25 @@ class TokenizerLike(Protocol):
 class EngineLike(Protocol):
     """An engine that is started and stopped by whoever owns it, and used from one event loop."""
 
-    model: ModelInfo
-    tokenizer: TokenizerLike
-    stats: EngineStats
-    ready: bool
-    heartbeat: float
-    failed: asyncio.Future[None]
+    @property
+    def model(self) -> ModelInfo: ...
+
+    @property
+    def tokenizer(self) -> TokenizerLike: ...
+
+    @property
+    def stats(self) -> EngineStats: ...
+
+    @property
+    def ready(self) -> bool: ...
+
+    @property
+    def heartbeat(self) -> float:
+        """Monotonic time of its last sign of life."""
+
+    @property
+    def failed(self) -> asyncio.Future[None]:
+        """Set with an exception when the engine cannot be brought back."""
 
     async def start(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""The worker's configuration: a TOML file, then `PLAIT_*` environment variables, then flags; the last wins."""
+"""The configuration of a worker: a TOML file, then `PLAIT_*` variables, then flags; the last one wins."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ class KafkaSettings(Section):
     heartbeat_interval_ms: int = Field(3_000, ge=100)
     max_poll_interval_ms: int = Field(300_000, ge=1000)
     fetch_max_wait_ms: int = Field(500, ge=1)
+    connect_timeout_s: float = Field(60, ge=0)  # at start; later the worker waits for the broker for ever
     request_timeout_ms: int = Field(40_000, ge=1000)
     # Some brokers refuse commits once a rebalance has begun, and the member with them.
     commit_on_revoke: bool = True
@@ -156,7 +157,7 @@ class Settings(BaseSettings):
         return tuple(sources)
 
     @classmethod
-    def load(cls, toml_file: Path | str | None = None, **flags: dict[str, Any]) -> Settings:
+    def load(cls, toml_file: Path | str | None = None, /, **flags: dict[str, Any]) -> Settings:
         """Settings from file, environment and flags, e.g. `load("plait.toml", kafka={"group_id": "g"})`.
 
         Raises SettingsError, whose message names each key that is unknown or wrong, and the file when it

@@ -56,7 +56,7 @@ def test_errors_name_the_key(tmp_path: Path, text: str, named: str) -> None:
 
 def test_unknown_key_in_a_section_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLAIT_KAFKA_GRUOP_ID", "x")
-    with pytest.raises(SettingsError, match="kafka.gruop_id: unknown key"):
+    with pytest.raises(SettingsError, match=r"kafka\.gruop_id: unknown key"):
         Settings.load()
 
 

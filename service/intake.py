@@ -1,0 +1,280 @@
+"""Reads requests from Kafka: bounded read-ahead, leases, commits of finished prefixes, rebalances."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, TopicPartition
+from aiokafka.coordinator.assignors.sticky.sticky_assignor import StickyPartitionAssignor
+from aiokafka.errors import CommitFailedError, IllegalStateError, KafkaError
+
+from plait.service.clock import Clock
+from plait.service.kafka import connection, say
+from plait.service.leases import Lease, Partition
+from plait.service.metrics import Metrics
+from plait.service.settings import Settings
+
+log = logging.getLogger(__name__)
+
+POLL_MS = 200
+RETRY_BACKOFF_S = 1.0
+MAX_FAILED_POLLS = 5
+COMMIT_TIMEOUT_S = 5.0
+RESUME_AT = 0.75  # of the limits: every pause throws away what was fetched ahead
+
+OnRecord = Callable[[Any, Lease], None]
+
+
+class Intake(ConsumerRebalanceListener):  # type: ignore[misc]
+    """One member of the consumer group.
+
+    At most `max_in_flight` requests are out at a time; their bytes may exceed `max_in_flight_bytes` by what
+    one poll returns. Partitions are paused meanwhile, and polling goes on, so that the group keeps us.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        metrics: Metrics,
+        clock: Clock,
+        on_record: OnRecord,
+        make_consumer: Callable[..., Any] = AIOKafkaConsumer,
+    ) -> None:
+        self._settings = settings
+        self._limits = settings.worker
+        self._metrics = metrics
+        self._clock = clock
+        self._on_record = on_record
+        self._make_consumer = make_consumer
+        self._consumer: Any = None
+        self._partitions: dict[TopicPartition, Partition] = {}
+        self._member: tuple[str, int] = ("", -1)
+        self._committing = asyncio.Lock()
+        self._committer: asyncio.Task[None] | None = None
+        self._draining = False
+        self._closed = False
+        self._full = False
+        self._polled = clock.monotonic()
+        self.in_flight = 0
+        self.in_flight_bytes = 0
+        self.assigned = asyncio.Event()
+
+    async def run(self) -> None:
+        """Poll until `close`. Recovers from every failure of the broker, and says so."""
+        self._committer = asyncio.create_task(self._commit_forever(), name="plait-commit")
+        failed = 0
+        while not self._closed:
+            try:
+                if self._consumer is None:
+                    await self._open()
+                self._balance()
+                batch = await self._consumer.getmany(
+                    timeout_ms=POLL_MS, max_records=max(1, self._limits.max_in_flight - self.in_flight)
+                )
+                failed = 0
+            except (KafkaError, OSError) as error:
+                failed += 1
+                log.warning("reading requests, trying again: %s", say(error))
+                await asyncio.sleep(RETRY_BACKOFF_S)
+                if failed >= MAX_FAILED_POLLS and not self._closed:
+                    failed = 0
+                    await self._reopen()
+                continue
+            self._polled = self._clock.monotonic()
+            for records in batch.values():
+                for record in records:
+                    self._take(record)
+
+    def stop_reading(self) -> None:
+        """Take no further request; polling goes on, so that what is in flight can still be committed."""
+        self._draining = True
+        self._balance()
+
+    async def close(self) -> None:
+        """Commit what is finished and leave the group."""
+        self._draining = self._closed = True
+        if self._committer is not None:
+            self._committer.cancel()
+            await asyncio.wait([self._committer])
+        if self._consumer is not None:
+            await self._commit()
+            await self._consumer.stop()
+
+    def stalled(self, seconds: float) -> bool:
+        """Whether polling has stood still for so long although no rebalance is going on."""
+        waiting = self._consumer is None or self._consumer._subscription.reassignment_in_progress
+        return not waiting and self._clock.monotonic() - self._polled > seconds
+
+    # Called by aiokafka around each rebalance.
+
+    async def on_partitions_revoked(self, revoked: set[TopicPartition]) -> None:
+        """Commit; what becomes of the requests in flight is known only with the next assignment."""
+        self.assigned.clear()
+        if revoked and self._settings.kafka.commit_on_revoke:
+            await self._commit(timeout=min(COMMIT_TIMEOUT_S, self._settings.kafka.session_timeout_ms / 3000))
+
+    async def on_partitions_assigned(self, assigned: set[TopicPartition]) -> None:
+        """Keep what stayed ours, drop what went.
+
+        A partition stayed ours without a break when we are the same member, one generation on: nobody else
+        can have had it. Then its requests in flight go on, and their second delivery is recognised.
+        """
+        coordinator = self._consumer._coordinator
+        member, generation = coordinator.member_id, coordinator.generation
+        unbroken = member == self._member[0] and generation <= self._member[1] + 1
+        self._member = (member, generation)
+        before, self._partitions = self._partitions, {}
+        for partition in assigned:
+            kept = before.pop(partition, None) if unbroken else None
+            if kept is not None:
+                kept.epoch = generation
+            self._partitions[partition] = kept or Partition(partition, generation)
+        for lost in before.values():
+            self._lose(lost)
+        self._metrics.rebalances.inc()
+        self._metrics.assigned.set(len(assigned))
+        log.info(
+            "generation %d: %d partitions assigned, %d lost, %d requests in flight",
+            generation,
+            len(assigned),
+            len(before),
+            self.in_flight,
+        )
+        self._balance()
+        self.assigned.set()
+
+    def _lose(self, partition: Partition) -> None:
+        partition.lost = True
+        for lease in list(partition.leases.values()):
+            if lease.on_lost is not None:
+                lease.on_lost()
+
+    def _take(self, record: Any) -> None:
+        partition = self._partitions.get(TopicPartition(record.topic, record.partition))
+        if partition is None or self._draining:
+            return
+        if not partition.tracker.deliver(record.offset):
+            log.debug("%s[%d]@%d was delivered before", record.topic, record.partition, record.offset)
+            return
+        size = len(record.value or b"") + len(record.key or b"")
+        self.in_flight += 1
+        self.in_flight_bytes += size
+        self._observe()
+        self._on_record(record, Lease(partition, record.offset, size, self._ended))
+
+    def _ended(self, lease: Lease) -> None:
+        self.in_flight -= 1
+        self.in_flight_bytes -= lease.size
+        self._observe()
+        if self._full:
+            self._balance()
+
+    def _observe(self) -> None:
+        self._metrics.in_flight.set(self.in_flight)
+        self._metrics.in_flight_bytes.set(self.in_flight_bytes)
+
+    def _balance(self) -> None:
+        """Pause or resume all assigned partitions by what is in flight."""
+        limit, byte_limit = self._limits.max_in_flight, self._limits.max_in_flight_bytes
+        if self.in_flight >= limit or self.in_flight_bytes >= byte_limit:
+            self._full = True
+        elif self.in_flight <= limit * RESUME_AT and self.in_flight_bytes <= byte_limit * RESUME_AT:
+            self._full = False
+        if self._consumer is None:
+            return
+        assigned, paused = self._consumer.assignment(), self._consumer.paused()
+        if self._full or self._draining:
+            self._consumer.pause(*(assigned - paused))
+            self._metrics.paused.set(len(assigned))
+        else:
+            self._consumer.resume(*paused)
+            self._metrics.paused.set(0)
+
+    async def _commit_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self._limits.commit_interval_s)
+            consumer = self._consumer
+            if consumer is not None and not consumer._subscription.reassignment_in_progress:
+                await self._commit()
+                self._observe_lag(consumer)
+
+    async def _commit(self, timeout: float = COMMIT_TIMEOUT_S) -> None:  # noqa: ASYNC109 one bound for all it does
+        """Commit what has changed. Never raises for what the broker says."""
+        async with self._committing:
+            assigned = self._consumer.assignment()
+            offsets = {
+                tp: (position, self._metadata(partition))
+                for tp, partition in self._partitions.items()
+                if tp in assigned
+                and (position := partition.tracker.position) is not None
+                and position != partition.committed
+            }
+            if not offsets:
+                return
+            try:
+                await asyncio.wait_for(self._consumer.commit(offsets), timeout)
+            except (CommitFailedError, IllegalStateError) as error:
+                self._metrics.commits.labels(result="dropped").inc()
+                log.info("a commit was dropped, the partitions have moved on: %s", say(error))
+            except (KafkaError, TimeoutError) as error:
+                self._metrics.commits.labels(result="failed").inc()
+                log.warning("a commit failed, the next one repeats it: %s", say(error))
+            else:
+                self._metrics.commits.labels(result="ok").inc()
+                for tp, (position, _) in offsets.items():
+                    self._partitions[tp].committed = position
+
+    def _metadata(self, partition: Partition) -> str:
+        """What is committed beside the offset: the place for `tracker.finished_above()`."""
+        return ""
+
+    def _observe_lag(self, consumer: Any) -> None:
+        for tp, partition in self._partitions.items():
+            if consumer._subscription.is_assigned(tp):
+                end, position = consumer.highwater(tp), partition.tracker.position
+                if end is not None and position is not None:
+                    self._metrics.lag.labels(tp.topic, tp.partition).set(max(0, end - position))
+
+    async def _open(self) -> None:
+        kafka = self._settings.kafka
+        # aiokafka keeps the sticky assignor's memory in the class: each consumer needs a class of its own.
+        assignor = type("Sticky", (StickyPartitionAssignor,), {})
+        consumer = self._make_consumer(
+            **connection(kafka, "requests"),
+            group_id=kafka.group_id,
+            enable_auto_commit=False,
+            auto_offset_reset="earliest",
+            isolation_level="read_committed",
+            partition_assignment_strategy=(assignor,),
+            session_timeout_ms=kafka.session_timeout_ms,
+            heartbeat_interval_ms=kafka.heartbeat_interval_ms,
+            rebalance_timeout_ms=max(kafka.session_timeout_ms, 10_000),
+            max_poll_interval_ms=kafka.max_poll_interval_ms,
+            fetch_max_wait_ms=kafka.fetch_max_wait_ms,
+        )
+        consumer.subscribe([self._settings.topics.requests], listener=self)
+        self._consumer = consumer  # the listener needs it while start() still waits for an assignment
+        try:
+            await consumer.start()
+        except BaseException:
+            self._consumer = None
+            await consumer.stop()
+            raise
+
+    async def _reopen(self) -> None:
+        """A new consumer, after one whose background tasks have died."""
+        log.warning("reading requests failed %d times in a row: joining the group anew", MAX_FAILED_POLLS)
+        consumer, self._consumer = self._consumer, None
+        lost, self._partitions = self._partitions, {}
+        self._member = ("", -1)
+        self.assigned.clear()
+        for partition in lost.values():
+            self._lose(partition)
+        if consumer is not None:
+            try:
+                await asyncio.wait_for(consumer.stop(), COMMIT_TIMEOUT_S)
+            except Exception as error:
+                log.warning("closing the old consumer: %s", say(error))

@@ -1,0 +1,56 @@
+"""What every Kafka client of the worker shares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiokafka.errors import (
+    ClusterAuthorizationFailedError,
+    InvalidTopicError,
+    KafkaError,
+    MessageSizeTooLargeError,
+    PolicyViolationError,
+    RecordListTooLargeError,
+    TopicAuthorizationFailedError,
+)
+from aiokafka.helpers import create_ssl_context
+
+from plait.service.settings import KafkaSettings
+
+# A send that failed with one of these fails again; all others are the broker's or the network's state.
+PERMANENT = (
+    ClusterAuthorizationFailedError,
+    InvalidTopicError,
+    MessageSizeTooLargeError,
+    PolicyViolationError,
+    RecordListTooLargeError,
+    TopicAuthorizationFailedError,
+)
+
+
+def connection(settings: KafkaSettings, role: str) -> dict[str, Any]:
+    """Keyword arguments of any aiokafka client. `role` tells the clients of one worker apart."""
+    result: dict[str, Any] = {
+        "bootstrap_servers": settings.bootstrap_servers,
+        "client_id": f"{settings.client_id}-{role}",
+        "security_protocol": settings.security_protocol,
+        "request_timeout_ms": settings.request_timeout_ms,
+    }
+    if settings.security_protocol.startswith("SASL"):
+        password = settings.sasl_password
+        result |= {
+            "sasl_mechanism": settings.sasl_mechanism,
+            "sasl_plain_username": settings.sasl_username,
+            "sasl_plain_password": password.get_secret_value() if password else None,
+        }
+    if settings.security_protocol.endswith("SSL"):
+        cafile = str(settings.ssl_cafile) if settings.ssl_cafile else None
+        result["ssl_context"] = create_ssl_context(cafile=cafile)
+    return result
+
+
+def say(error: BaseException) -> str:
+    """An error in one line; aiokafka's often have no text of their own."""
+    text = str(error)
+    name = type(error).__name__
+    return text if isinstance(error, KafkaError) and name in text else f"{name}: {text}" if text else name

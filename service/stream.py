@@ -1,0 +1,432 @@
+"""One request, from its record to its one terminal event."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from aiokafka.errors import KafkaError
+from opentelemetry.trace import Tracer
+
+from plait.engine.api import Finish, Output, RequestRefused, Timeline
+from plait.schemas import ErrorCode, FinishReason, Request, headers
+from plait.service import names
+from plait.service.admission import Admission, Incoming, Refused, Unanswerable
+from plait.service.answers import Answers, Piece, Summary, merge, summarize, whole_answer
+from plait.service.cancels import Cancels
+from plait.service.clock import Clock
+from plait.service.dead_letters import DeadLetters
+from plait.service.engine_port import EngineLike
+from plait.service.kafka import say
+from plait.service.leases import Lease
+from plait.service.metrics import Metrics
+from plait.service.publisher import Outbox, Publisher, PublishFailed, take_exception
+from plait.service.report import conclude, describe, measure
+from plait.service.settings import Settings
+from plait.service.sweeper import Sweeper
+from plait.service.telemetry import RequestTrace
+from plait.service.topics import Topics, TopicUnavailable
+
+log = logging.getLogger(__name__)
+
+# How long the engine may take to end a sequence that was cancelled, before the answer goes out without it.
+CANCEL_GRACE_S = 2.0
+RETRYABLE = (ErrorCode.INTERNAL, ErrorCode.OVERLOADED, ErrorCode.CANCELLED)
+_numbers = itertools.count()
+
+
+@dataclass
+class Services:
+    """What every stream of a worker uses."""
+
+    settings: Settings
+    engine: EngineLike
+    admission: Admission
+    publisher: Publisher
+    topics: Topics
+    sweeper: Sweeper
+    dead_letters: DeadLetters
+    cancels: Cancels
+    metrics: Metrics
+    tracer: Tracer
+    clock: Clock
+    streams: dict[str, Stream] = field(default_factory=dict)  # by request id
+
+
+class Stream:
+    """Serves one record: `run` ends when its terminal event, or its dead letter, is durable, or when the
+    request was abandoned to another worker; its spans end in every case."""
+
+    def __init__(self, services: Services, record: Any, lease: Lease) -> None:
+        self._services = services
+        self._record = record
+        self._lease = lease
+        self._clock = services.clock
+        self._arrived = services.clock.monotonic()
+        self._number = next(_numbers)
+        self._wake = asyncio.Event()
+        self._news: list[tuple[int, Output]] = []
+        self._finishes: dict[int, Finish] = {}
+        self._generated: Counter[int] = Counter()  # tokens so far, by choice
+        self._running: dict[int, str] = {}  # engine ids of unfinished sequences, by choice
+        self._end_as: str | None = None  # "cancelled" or "deadline" once asked for
+        self._given_up = False
+        self._timers: list[asyncio.TimerHandle] = []
+        self._abandoned: str | None = None
+        self._index = 0
+        self._incoming: Incoming | None = None
+        self._answers: Answers | None = None
+        self._outbox: Outbox | None = None
+        self._topic_ready: asyncio.Task[None] | None = None
+        self._published_from: float | None = None
+        self._error: tuple[str, str] | None = None  # code and message of an error event
+        self.task: asyncio.Task[None] | None = None
+        self._trace = RequestTrace(
+            services.tracer,
+            services.clock,
+            f"{names.SPAN_PROCESS} {record.topic}",
+            record.headers,
+            self._arrived,
+            {
+                names.MESSAGING_SYSTEM: names.SYSTEM,
+                names.MESSAGING_OPERATION_TYPE: "process",
+                names.MESSAGING_OPERATION_NAME: names.SPAN_PROCESS,
+                names.MESSAGING_DESTINATION: record.topic,
+                names.MESSAGING_PARTITION: str(record.partition),
+                names.MESSAGING_OFFSET: record.offset,
+                names.MESSAGING_GROUP: services.settings.kafka.group_id,
+                names.MESSAGING_BODY_SIZE: len(record.value or b""),
+                names.MESSAGING_TOMBSTONE: record.value is None,
+                names.EPOCH: lease.epoch,
+            },
+        )
+
+    def start(self) -> asyncio.Task[None]:
+        self._lease.on_lost = self.revoke
+        self.task = asyncio.create_task(self.run(), name=f"plait-stream-{self._number}")
+        return self.task
+
+    def cancel(self) -> None:
+        """The client wants no more: answer with what there is, as `cancelled`."""
+        self._stop("cancelled")
+
+    def revoke(self) -> None:
+        """The partition went to another worker, which answers: stop without a terminal event."""
+        self._abandon(names.OUTCOME_REVOKED)
+
+    def hand_over(self) -> None:
+        """The worker stops: leave the request to the next one, without a terminal event."""
+        self._abandon(names.OUTCOME_HANDED_OVER)
+
+    async def run(self) -> None:
+        outcome = names.OUTCOME_HANDED_OVER
+        finished = False
+        try:
+            outcome = await self._answer()
+            finished = True
+        except asyncio.CancelledError:
+            if self._abandoned is None:
+                raise
+            outcome = self._abandoned
+        except Unanswerable as reason:
+            self._error = ("dead_letter", str(reason))
+            self._trace.set({names.DEAD_LETTER_REASON: str(reason)})
+            finished = await self._bury(reason)
+            outcome = names.OUTCOME_DEAD_LETTER if finished else self._abandoned or outcome
+        finally:
+            self._close(finished, outcome)
+
+    async def _answer(self) -> str:
+        """Publish the whole answer and return the outcome. Raises Unanswerable."""
+        try:
+            return await self._serve()
+        except Unanswerable:
+            raise
+        except TopicUnavailable as error:
+            raise Unanswerable("no_response_topic", str(error)) from error
+        except PublishFailed as error:
+            return await self._apologize("this answer could not be published", error)
+        except Exception as error:
+            log.exception("request at %s[%d]@%d", *self._position())
+            return await self._apologize("the worker failed on this request", error)
+
+    async def _serve(self) -> str:
+        services = self._services
+        self._incoming = incoming = services.admission.read(self._record)
+        other = services.streams.setdefault(incoming.request_id, self)
+        if other is not self:
+            raise Unanswerable("duplicate", f"duplicate request_id in flight: {incoming.request_id}")
+        describe(self._trace, incoming, services.engine.model.name)
+        self._answers = Answers(
+            incoming.request_id, incoming.content_type, services.settings.worker.max_event_bytes
+        )
+        topic = incoming.topic
+        services.publisher.retain(topic)
+        services.sweeper.retain(topic)
+        self._outbox = Outbox(
+            services.publisher, services.metrics, topic, incoming.request_id.encode(), self._ensure_topic
+        )
+        # While the prompt is tokenized and prefilled; nobody else waits for it.
+        self._topic_ready = asyncio.create_task(self._open_topic(topic))
+        self._topic_ready.add_done_callback(take_exception)
+        try:
+            if incoming.refusal is not None or incoming.request is None:
+                raise incoming.refusal or Refused(ErrorCode.INVALID_REQUEST, "unreadable")
+            return await self._generate(incoming.request)
+        except Refused as refused:
+            return await self._refuse(refused)
+
+    async def _generate(self, request: Request) -> str:
+        """Run the request on the engine and publish what comes. Raises Refused."""
+        waited_ms = self._waited_ms(request)
+        if request.slo.deadline_ms is not None:
+            left = (request.slo.deadline_ms - waited_ms) / 1000
+            if left <= 0:
+                raise self._late(request)
+            self._timers.append(asyncio.get_running_loop().call_later(left, self._stop, "deadline"))
+        if self._services.cancels.seen(request.request_id):
+            self._end_as = "cancelled"
+        if self._end_as is None:
+            sequences = await self._services.admission.sequences(request, str(self._number), self._arrived)
+            if self._end_as is None:
+                self._submit(sequences)
+        held: list[Piece] = []
+        while self._running and not self._given_up:
+            await self._wake.wait()
+            self._wake.clear()
+            news, self._news = self._news, []
+            for piece in merge(news):
+                self._generated[piece.choice] += len(piece.token_ids)
+                if request.stream:
+                    await self._publish_tokens(piece)
+                else:
+                    held.append(piece)
+        failed = next((f for f in self._finishes.values() if f.reason == "error"), None)
+        if failed is not None:
+            code = _code(failed.code)
+            raise Refused(code, failed.message or "the engine failed", retryable=code in RETRYABLE)
+        cut = (
+            self._running
+            or not self._finishes
+            or any(f.reason == "cancelled" for f in self._finishes.values())
+        )
+        if cut and self._end_as == "deadline":
+            raise self._late(request)
+        if cut and self._end_as is None:
+            raise Refused(ErrorCode.CANCELLED, "the engine gave the request up", retryable=True)
+        return await self._finish(request, held, waited_ms)
+
+    def _submit(self, sequences: list[Any]) -> None:
+        for choice, sequence in enumerate(sequences):
+            self._running[choice] = sequence.request_id
+            try:
+                self._services.engine.submit(sequence, partial(self._hear, choice))
+            except RequestRefused as error:
+                del self._running[choice]
+                self._cancel_running()
+                code = _code(error.code)
+                raise Refused(code, str(error), retryable=code in RETRYABLE) from error
+
+    def _hear(self, choice: int, output: Output) -> None:
+        """Called by the engine, in the event loop."""
+        if self._abandoned is not None or self._given_up:
+            return
+        self._news.append((choice, output))
+        if output.finish is not None:
+            self._running.pop(choice, None)
+            self._finishes[choice] = output.finish
+            if output.finish.reason == "error":
+                self._end_running()
+        self._wake.set()
+
+    def _stop(self, end_as: str) -> None:
+        if self._end_as is None:
+            self._end_as = end_as
+            self._end_running()
+            self._wake.set()
+
+    def _end_running(self) -> None:
+        self._cancel_running()
+        if self._running:
+            loop = asyncio.get_running_loop()
+            self._timers.append(loop.call_later(CANCEL_GRACE_S, self._give_up))
+
+    def _give_up(self) -> None:
+        self._given_up = True
+        self._wake.set()
+
+    def _cancel_running(self) -> None:
+        for engine_id in list(self._running.values()):
+            self._services.engine.cancel(engine_id)
+
+    def _abandon(self, outcome: str) -> None:
+        if self._abandoned is None and self.task is not None and not self.task.done():
+            self._abandoned = outcome
+            self._unregister()
+            self._cancel_running()
+            self.task.cancel()
+
+    async def _publish_tokens(self, piece: Piece) -> None:
+        assert self._answers is not None
+        for value in self._answers.tokens(piece, self._index, self._lease.epoch):
+            await self._put(value, "tokens")
+
+    async def _put(self, value: bytes, kind: str) -> None:
+        assert self._outbox is not None and self._topic_ready is not None
+        await asyncio.shield(self._topic_ready)
+        if self._published_from is None:
+            self._published_from = self._clock.monotonic()
+        await self._outbox.put(value, self._headers(kind))
+        self._index += 1
+        self._services.metrics.events.labels(type=kind).inc()
+
+    async def _finish(self, request: Request, held: list[Piece], waited_ms: float) -> str:
+        assert self._answers is not None
+        summary = self._summary(request, waited_ms)
+        fields: dict[str, Any] = {
+            "finish_reason": summary.reasons[0],
+            "finish_reasons": summary.reasons,
+            "usage": summary.usage,
+            "timing": summary.timing,
+            "slo": summary.slo,
+            "metadata": request.metadata,
+        }
+        whole = {} if request.stream else whole_answer(held, request.sampling.n)
+        value = self._answers.done(fields | whole, self._index, self._lease.epoch)
+        if whole and not self._answers.fits(value):
+            for piece in held:
+                await self._publish_tokens(piece)
+            value = self._answers.done(fields, self._index, self._lease.epoch)
+        await self._put(value, "done")
+        await self._flush()
+        measure(self._services.metrics, summary, self._finishes.values())
+        cancelled = FinishReason.CANCELLED in summary.reasons
+        return names.OUTCOME_CANCELLED if cancelled else names.OUTCOME_DONE
+
+    async def _refuse(self, refused: Refused) -> str:
+        assert self._answers is not None and self._incoming is not None
+        request = self._incoming.request
+        self._error = (refused.code.value, str(refused))
+        value = self._answers.error(
+            refused.code,
+            str(refused),
+            self._index,
+            self._lease.epoch,
+            retryable=refused.retryable,
+            retry_after_ms=refused.retry_after_ms,
+            metadata=request.metadata if request else None,
+        )
+        await self._put(value, "error")
+        await self._flush()
+        return names.OUTCOME_ERROR
+
+    async def _apologize(self, message: str, error: Exception) -> str:
+        """After a failure of our own, or an event that the broker refused: end the response all the same."""
+        self._cancel_running()
+        if self._answers is None or self._outbox is None:
+            raise Unanswerable("worker_failed", f"{message}: {error}") from error
+        self._outbox.discard()
+        self._index = self._outbox.delivered
+        try:
+            return await self._refuse(Refused(ErrorCode.INTERNAL, f"{message}: {error}", retryable=True))
+        except Exception as second:
+            raise Unanswerable("unpublishable", f"{message}: {second}") from second
+
+    async def _bury(self, reason: Unanswerable) -> bool:
+        try:
+            await self._services.dead_letters.put(self._record, reason.kind, str(reason))
+        except asyncio.CancelledError:
+            if self._abandoned is None:
+                raise
+            return False
+        return True
+
+    async def _flush(self) -> None:
+        assert self._outbox is not None
+        await self._outbox.flush()
+        if self._published_from is not None:
+            self._trace.publish_stage(
+                self._outbox.topic, self._published_from, self._clock.monotonic(), self._index
+            )
+
+    async def _open_topic(self, topic: str) -> None:
+        await self._services.topics.prepare(topic)
+        try:
+            await self._services.publisher.warm(topic)
+        except KafkaError as error:
+            log.warning("metadata of %s: %s", topic, say(error))
+
+    async def _ensure_topic(self) -> None:
+        assert self._incoming is not None
+        self._services.topics.forget(self._incoming.topic)
+        await self._services.topics.prepare(self._incoming.topic)
+
+    def _headers(self, kind: str) -> list[tuple[str, bytes | None]]:
+        assert self._incoming is not None
+        return [
+            *self._trace.headers,
+            (headers.CONTENT_TYPE, self._incoming.content_type.encode()),
+            (headers.PLAIT_TYPE, kind.encode()),
+            *self._incoming.echoed,
+        ]
+
+    def _waited_ms(self, request: Request) -> float:
+        """How long ago the request was created; none when its clock is ahead of ours."""
+        created = request.created_at
+        if created is None:
+            created = self._record.timestamp if self._record.timestamp > 0 else self._clock.wall_ms()
+        since_arrival = (self._clock.monotonic() - self._arrived) * 1000
+        return max(0.0, self._clock.wall_ms() - since_arrival - created)
+
+    def _late(self, request: Request) -> Refused:
+        return Refused(ErrorCode.DEADLINE_EXCEEDED, f"slo.deadline_ms: {request.slo.deadline_ms} ms are over")
+
+    def _summary(self, request: Request, waited_ms: float) -> Summary:
+        now = self._clock.monotonic()
+        finishes = [
+            # Cancelled before the engine could say anything of this choice.
+            self._finishes.get(choice)
+            or Finish("cancelled", Timeline(self._arrived, finished=now), 0, self._generated[choice])
+            for choice in range(request.sampling.n)
+        ]
+        return summarize(request, finishes, self._arrived, waited_ms, now)
+
+    def _close(self, finished: bool, outcome: str) -> None:
+        """Give everything back; nothing here can fail for reasons of the request."""
+        services = self._services
+        for timer in self._timers:
+            timer.cancel()
+        self._cancel_running()
+        self._unregister()
+        if self._topic_ready is not None:
+            self._topic_ready.cancel()
+        if self._outbox is not None:
+            self._outbox.discard()
+            topic = self._outbox.topic
+            services.publisher.release(topic, forget=services.topics.is_per_request(topic))
+            services.sweeper.release(topic)
+        if finished:
+            self._lease.finish()
+        else:
+            self._lease.abandon()
+        conclude(self._trace, services.metrics, self._finishes, outcome, self._error)
+
+    def _unregister(self) -> None:
+        streams = self._services.streams
+        if self._incoming is not None and streams.get(self._incoming.request_id) is self:
+            del streams[self._incoming.request_id]
+
+    def _position(self) -> tuple[str, int, int]:
+        return self._record.topic, self._record.partition, self._record.offset
+
+
+def _code(code: str | None) -> ErrorCode:
+    try:
+        return ErrorCode(code or ErrorCode.INTERNAL)
+    except ValueError:
+        return ErrorCode.INTERNAL

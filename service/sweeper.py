@@ -1,0 +1,146 @@
+"""Removes response topics after their time to live, also those that a dead worker left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+
+from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.errors import KafkaError, NoError, UnknownTopicOrPartitionError, for_code
+
+from plait.service.clock import Clock
+from plait.service.kafka import connection, say
+from plait.service.metrics import Metrics
+from plait.service.settings import Settings
+from plait.service.topics import Topics
+
+log = logging.getLogger(__name__)
+
+BATCH = 200
+MAX_PAUSE_S = 5.0
+
+
+class Sweeper:
+    """Removes a response topic of this worker's `response_ttl_s` after its last request ended.
+
+    Topics under the prefix that this worker knows nothing of belong to other workers, or to one that died.
+    They are removed once their newest record is older than `orphan_after_s`, or once they have been seen
+    empty for so long.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        topics: Topics,
+        metrics: Metrics,
+        clock: Clock,
+        on_removed: Callable[[str], None],
+    ) -> None:
+        self._settings = settings.topics
+        self._kafka = settings.kafka
+        self._topics = topics
+        self._metrics = metrics
+        self._clock = clock
+        self._on_removed = on_removed
+        self._used: dict[str, int] = {}
+        self._expiring: OrderedDict[str, float] = OrderedDict()
+        self._seen_empty: dict[str, float] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="plait-sweeper")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    def retain(self, topic: str) -> None:
+        """A request publishes to this topic: it is not removed meanwhile."""
+        self._used[topic] = self._used.get(topic, 0) + 1
+
+    def release(self, topic: str) -> None:
+        """The request has ended; the topic's time to live begins, when it is one of the worker's."""
+        self._used[topic] -= 1
+        if not self._used[topic]:
+            del self._used[topic]
+        if self._topics.is_per_request(topic):
+            self._expiring[topic] = self._clock.monotonic() + self._settings.response_ttl_s
+            self._expiring.move_to_end(topic)
+
+    async def _run(self) -> None:
+        next_orphans = self._clock.monotonic()
+        pause = min(self._settings.response_ttl_s / 4, self._settings.orphan_after_s / 4, MAX_PAUSE_S)
+        while True:
+            try:
+                await self._remove_expired()
+                if self._clock.monotonic() >= next_orphans:
+                    next_orphans = self._clock.monotonic() + self._settings.orphan_after_s / 4
+                    await self._remove_orphans()
+            except (KafkaError, TimeoutError, AttributeError) as error:
+                # aiokafka's admin client has no controller to ask while it reconnects: an AttributeError.
+                log.warning("removing old response topics: %s", say(error))
+            await asyncio.sleep(pause)
+
+    async def _remove_expired(self) -> None:
+        now = self._clock.monotonic()
+        while True:
+            due: list[str] = []
+            for topic, at in self._expiring.items():
+                if at > now or len(due) == BATCH:
+                    break
+                due.append(topic)
+            if not due:
+                return
+            await self._remove([topic for topic in due if topic not in self._used])
+            for topic in due:
+                self._expiring.pop(topic, None)
+
+    async def _remove(self, topics: list[str]) -> None:
+        if not topics:
+            return
+        response = await self._topics.admin.delete_topics(topics)
+        for topic, code in response.topic_error_codes:
+            error = for_code(code)
+            if error is NoError:
+                self._metrics.response_topics.labels(action="removed").inc()
+            elif error is not UnknownTopicOrPartitionError:
+                log.warning("response topic %s was not removed: %s", topic, error.__name__)
+            self._topics.forget(topic)
+            self._seen_empty.pop(topic, None)
+            self._on_removed(topic)
+
+    async def _remove_orphans(self) -> None:
+        found = [
+            topic
+            for topic in await self._topics.admin.list_topics()
+            if self._topics.is_per_request(topic) and topic not in self._expiring and topic not in self._used
+        ]
+        self._seen_empty = {topic: at for topic, at in self._seen_empty.items() if topic in found}
+        for at in range(0, len(found), BATCH):
+            stale = await self._stale(found[at : at + BATCH])
+            if stale:
+                log.info("removing %d response topics that a worker left behind", len(stale))
+                await self._remove([topic for topic in stale if topic not in self._used])
+
+    async def _stale(self, topics: list[str]) -> list[str]:
+        now = self._clock.monotonic()
+        partitions = [TopicPartition(topic, 0) for topic in topics]
+        since = max(0, self._clock.wall_ms() - int(self._settings.orphan_after_s * 1000))
+        reader = AIOKafkaConsumer(**connection(self._kafka, "sweeper"))
+        await reader.start()
+        try:
+            newer = await reader.offsets_for_times(dict.fromkeys(partitions, since))
+            ends = await reader.end_offsets(partitions)
+        finally:
+            await reader.stop()
+        stale = []
+        for partition in partitions:
+            if newer.get(partition) is not None:
+                continue
+            empty_since = self._seen_empty.setdefault(partition.topic, now)
+            if ends.get(partition, 0) > 0 or now - empty_since > self._settings.orphan_after_s:
+                stale.append(partition.topic)
+        return stale

@@ -1,0 +1,182 @@
+"""Topics that the worker makes: its own where they are missing, and the response topics of requests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from typing import Any
+
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.errors import (
+    InvalidReplicationFactorError,
+    KafkaError,
+    NoError,
+    TopicAlreadyExistsError,
+    UnknownTopicOrPartitionError,
+    for_code,
+)
+from aiokafka.protocol.metadata import MetadataRequest
+
+from plait.service.kafka import connection, say
+from plait.service.metrics import Metrics
+from plait.service.publisher import PublishFailed
+from plait.service.settings import Settings
+
+log = logging.getLogger(__name__)
+
+KNOWN_TOPICS = 10_000
+RETRY_BACKOFF_S = 0.5
+
+
+class TopicUnavailable(PublishFailed):
+    """A response topic that does not exist and cannot be made; the text says why."""
+
+
+class Topics:
+    """Makes topics in batches: what is asked for while one request to the broker runs goes into the next."""
+
+    def __init__(self, settings: Settings, metrics: Metrics) -> None:
+        self._settings = settings.topics
+        self._kafka = settings.kafka
+        self._metrics = metrics
+        self._replication = settings.topics.replication_factor
+        self._known: OrderedDict[str, None] = OrderedDict()
+        self._wanted: dict[str, asyncio.Future[None]] = {}
+        self._making: asyncio.Task[None] | None = None
+        self.admin: Any = None
+
+    async def start(self) -> None:
+        """Connect and make the worker's own topics. Raises KafkaError."""
+        admin = AIOKafkaAdminClient(**connection(self._kafka, "admin"), retry_backoff_ms=50)
+        try:
+            await admin.start()
+        except BaseException:
+            await admin.close()
+            raise
+        self.admin = admin
+        if self._settings.create:
+            await self._create_own()
+
+    async def stop(self) -> None:
+        if self._making is not None:
+            self._making.cancel()
+            await asyncio.wait([self._making])
+        for future in self._wanted.values():
+            future.cancel()
+        if self.admin is not None:
+            await self.admin.close()
+
+    def of(self, request_id: str) -> str:
+        """The response topic of a request that names none."""
+        return self._settings.responses_prefix + request_id
+
+    def is_own(self, topic: str) -> bool:
+        """Whether this is one of plait's topics that are no response topics."""
+        return topic in (self._settings.requests, self._settings.control, self._settings.dlq)
+
+    def is_per_request(self, topic: str) -> bool:
+        return topic.startswith(self._settings.responses_prefix)
+
+    async def prepare(self, topic: str) -> None:
+        """Make sure that a response topic exists. Raises TopicUnavailable; waits while no broker answers."""
+        if topic in self._known:
+            self._known.move_to_end(topic)
+            return
+        future = self._wanted.get(topic)
+        if future is None:
+            future = self._wanted[topic] = asyncio.get_running_loop().create_future()
+            if self._making is None or self._making.done():
+                self._making = asyncio.create_task(self._make_wanted(), name="plait-make-topics")
+        await asyncio.shield(future)
+
+    def forget(self, topic: str) -> None:
+        """The topic may be gone: ask the broker again before the next use."""
+        self._known.pop(topic, None)
+
+    async def _create_own(self) -> None:
+        own = {
+            self._settings.requests: self._settings.request_partitions,
+            self._settings.control: 1,
+            self._settings.dlq: 1,
+        }
+        for topic, error in (await self._create({name: (n, {}) for name, n in own.items()})).items():
+            if error not in (NoError, TopicAlreadyExistsError):
+                raise error(f"topic {topic} could not be made")
+
+    async def _make_wanted(self) -> None:
+        while self._wanted:
+            batch = list(self._wanted)
+            try:
+                results = await self._settle(batch)
+            except (KafkaError, TimeoutError, AttributeError) as error:
+                # aiokafka's admin client has no controller to ask while it reconnects: an AttributeError.
+                log.warning("making response topics, trying again: %s", say(error))
+                await asyncio.sleep(RETRY_BACKOFF_S)
+                continue
+            for topic, problem in results.items():
+                future = self._wanted.pop(topic)
+                if problem is None:
+                    self._remember(topic)
+                if future.done():
+                    continue
+                if problem is None:
+                    future.set_result(None)
+                else:
+                    future.set_exception(TopicUnavailable(f"response topic {topic}: {problem}"))
+                    future.exception()
+
+    async def _settle(self, topics: list[str]) -> dict[str, str | None]:
+        """Per topic None when it exists now, or why it does not."""
+        retention = {"retention.ms": str(self._settings.response_retention_ms)}
+        wanted: dict[str, tuple[int, dict[str, str]]] = {}
+        for topic in topics:
+            if self.is_per_request(topic):
+                wanted[topic] = (1, retention)
+            elif self._settings.create_named_responses:
+                wanted[topic] = (1, {})
+        errors = await self._create(wanted) if wanted else {}
+        results: dict[str, str | None] = {}
+        for topic in topics:
+            error = errors.get(topic)
+            if error is NoError:
+                self._metrics.response_topics.labels(action="created").inc()
+            if error in (NoError, TopicAlreadyExistsError):
+                results[topic] = None
+        doubtful = [topic for topic in topics if topic not in results]
+        found = await self._existing(doubtful) if doubtful else {}
+        for topic in doubtful:
+            state = found.get(topic, UnknownTopicOrPartitionError)
+            error = errors.get(topic, state)
+            if state is NoError:
+                results[topic] = None
+            elif error.retriable and error is not UnknownTopicOrPartitionError:
+                raise error(f"topic {topic}")
+            else:
+                results[topic] = "does not exist" if error is UnknownTopicOrPartitionError else error.__name__
+        return results
+
+    async def _create(self, topics: dict[str, tuple[int, dict[str, str]]]) -> dict[str, Any]:
+        """Error classes by topic."""
+        wanted = []
+        for name, (partitions, config) in topics.items():
+            topic = NewTopic(name, partitions, 1, topic_configs=config)
+            topic.replication_factor = self._replication  # the constructor takes no -1, brokers do (KIP-464)
+            wanted.append(topic)
+        response = await self.admin.create_topics(wanted)
+        errors = {entry[0]: for_code(entry[1]) for entry in response.topic_errors}
+        if self._replication < 0 and InvalidReplicationFactorError in errors.values():
+            log.info("the broker knows no default replication factor: making topics with one replica")
+            self._replication = 1
+            return await self._create(topics)
+        return errors
+
+    async def _existing(self, topics: list[str]) -> dict[str, Any]:
+        """Error classes by topic, without making the broker create any."""
+        response = await self.admin._send_request(MetadataRequest(topics, allow_auto_topic_creation=False))
+        return {entry["topic"]: for_code(entry["error_code"]) for entry in response.to_object()["topics"]}
+
+    def _remember(self, topic: str) -> None:
+        self._known[topic] = None
+        while len(self._known) > KNOWN_TOPICS:
+            self._known.popitem(last=False)
