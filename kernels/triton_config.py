@@ -75,7 +75,7 @@ def launch_for(device: Device, dtype: torch.dtype, head_dim: int, group: int, *,
     large = device.capability[0] in (9, 10)
     few = decode and group <= 32
     if dtype == torch.float32:
-        tiles = (16, 32, 8, 2) if few else (32, 16, 8, 2)
+        tiles = (16, 16, 4, 3) if few else (32, 16, 8, 2)
     elif few:
         tiles = (16, 64 if pad <= 128 else 32, 4, 3)
     elif pad <= 64:

@@ -11,14 +11,14 @@ from triton_process import interpreted
 
 from plait.kernels import reference
 
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 DECODES = ((1, 1), (1, 70), (1, 64), (1, 133))
 PREFILLS = ((5, 5), (40, 40), (23, 90), (2, 16))
 MIXED = ((1, 1), (1, 97), (33, 33), (9, 70), (2, 2))
 
 
 def difference(layout: Layout, splits: int | None = None, capability: tuple[int, int] = (8, 0)) -> float:
-    """The largest between kernel and reference; a NaN in the kernel's output stays one."""
+    """The largest between kernel and reference, relative to 1 + |expected|; a NaN stays one."""
     from plait.kernels import triton_attention, triton_config
 
     device = triton_config.Device(capability, 1)
@@ -30,7 +30,8 @@ def difference(layout: Layout, splits: int | None = None, capability: tuple[int,
             with patch.object(triton_attention, "splits_for", return_value=splits):
                 found = case.run(triton_attention.paged_attention)
     assert found.dtype == layout.dtype
-    return float((found.float() - case.run(reference.paged_attention).float()).abs().max())
+    expected = case.run(reference.paged_attention).float()
+    return float(((found.float() - expected).abs() / (1 + expected.abs())).max())
 
 
 def agree(layout: Layout, **kwargs) -> None:
