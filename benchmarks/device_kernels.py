@@ -1,7 +1,7 @@
 """Checks the Triton kernels on a GPU against the reference and measures them beside the device's limits.
 
 Run from the repository's root; needs torch and triton. `python benchmarks/device_kernels.py` takes two to
-three minutes, prints tables and writes device_kernels.json to the folder named by OUT, or to benchmarks/results.
+three minutes, prints tables and writes device_kernels.json to the folder OUT, or to benchmarks/results.
 `--interpret` runs the checks alone, small, on the CPU. Exit code 1 when a check fails.
 """
 
