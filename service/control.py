@@ -70,7 +70,8 @@ class Control:
         consumer, self._consumer = self._consumer, None
         if consumer is not None:
             try:
-                await asyncio.wait_for(consumer.stop(), CLOSE_TIMEOUT_S)
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await consumer.stop()
             except (KafkaError, TimeoutError) as error:
                 log.warning("closing the consumer of the control topic: %s", say(error))
 

@@ -215,7 +215,8 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]
             if not offsets:
                 return
             try:
-                await asyncio.wait_for(self._consumer.commit(offsets), timeout)
+                async with asyncio.timeout(timeout):
+                    await self._consumer.commit(offsets)
             except (CommitFailedError, IllegalStateError) as error:
                 self._metrics.commits.labels(result="dropped").inc()
                 log.info("a commit was dropped, the partitions have moved on: %s", say(error))
@@ -275,6 +276,7 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]
             self._lose(partition)
         if consumer is not None:
             try:
-                await asyncio.wait_for(consumer.stop(), COMMIT_TIMEOUT_S)
+                async with asyncio.timeout(COMMIT_TIMEOUT_S):
+                    await consumer.stop()
             except Exception as error:
                 log.warning("closing the old consumer: %s", say(error))

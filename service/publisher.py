@@ -138,7 +138,8 @@ class Publisher:
 
     async def _close(self, producer: Any) -> None:
         try:
-            await asyncio.wait_for(producer.stop(), self._settings.kafka.request_timeout_ms / 1000)
+            async with asyncio.timeout(self._settings.kafka.request_timeout_ms / 1000):
+                await producer.stop()
         except (KafkaError, TimeoutError) as error:
             log.warning("closing a replaced producer: %s", say(error))
 

@@ -196,7 +196,7 @@ class Stream:
             if self._end_as is None:
                 self._submit(sequences)
         held: list[Piece] = []
-        while self._running and not self._given_up:
+        while self._news or (self._running and not self._given_up):
             await self._wake.wait()
             self._wake.clear()
             news, self._news = self._news, []

@@ -204,7 +204,8 @@ class Worker:
     async def _quietly(self, doing: str, step: Coroutine[Any, Any, object]) -> None:
         """One step of the shutdown: its failure is logged and the next one follows."""
         try:
-            await asyncio.wait_for(step, CLOSE_TIMEOUT_S)
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await step
         except Exception as error:
             log.warning("%s: %s", doing, say(error))
 

@@ -1,0 +1,317 @@
+"""Backpressure, rebalances and commits, against a consumer under the test's control."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from aiokafka import TopicPartition
+from aiokafka.errors import CommitFailedError, KafkaConnectionError, RequestTimedOutError
+from aiokafka.structs import ConsumerRecord
+
+from plait.service import intake as intake_module
+from plait.service.clock import Clock
+from plait.service.intake import Intake
+from plait.service.leases import Lease
+from plait.service.metrics import Metrics
+from plait.service.settings import Settings
+from service_bench import until
+
+P0, P1 = TopicPartition("plait.requests", 0), TopicPartition("plait.requests", 1)
+
+
+class FakeConsumer:
+    """As much of AIOKafkaConsumer as the intake uses. Pausing throws away nothing here: `log` stays."""
+
+    def __init__(self, **_: Any) -> None:
+        self.log: dict[TopicPartition, list[Any]] = {P0: [], P1: []}
+        self.position: dict[TopicPartition, int] = {}
+        self.commits: list[dict[TopicPartition, tuple[int, str]]] = []
+        self.commit_errors: list[Exception] = []
+        self.poll_errors: list[Exception] = []
+        self.polls = 0
+        self.stopped = False
+        self.reassignment_in_progress = False
+        self.member_id, self.generation = "m1", 0
+        self._paused: set[TopicPartition] = set()
+        self._coordinator = self._subscription = self
+        self.listener: Any = None
+
+    def subscribe(self, topics: list[str], listener: Any) -> None:
+        self.listener = listener
+
+    async def start(self) -> None:
+        await self.rebalance({P0, P1})
+
+    async def stop(self) -> None:
+        self.stopped = True
+
+    def assignment(self) -> set[TopicPartition]:
+        return set(self.position)
+
+    def is_assigned(self, tp: TopicPartition) -> bool:
+        return tp in self.position
+
+    def paused(self) -> set[TopicPartition]:
+        return set(self._paused)
+
+    def pause(self, *tps: TopicPartition) -> None:
+        self._paused |= set(tps)
+
+    def resume(self, *tps: TopicPartition) -> None:
+        self._paused -= set(tps)
+
+    def highwater(self, tp: TopicPartition) -> int:
+        return len(self.log[tp])
+
+    async def commit(self, offsets: dict[TopicPartition, tuple[int, str]]) -> None:
+        if self.commit_errors:
+            raise self.commit_errors.pop(0)
+        assert set(offsets) <= self.assignment()
+        self.commits.append(offsets)
+
+    def committed(self, tp: TopicPartition) -> int:
+        return next((c[tp][0] for c in reversed(self.commits) if tp in c), 0)
+
+    async def getmany(self, timeout_ms: int, max_records: int) -> dict[TopicPartition, list[Any]]:
+        self.polls += 1
+        await asyncio.sleep(0.001)
+        if self.poll_errors:
+            raise self.poll_errors.pop(0)
+        result: dict[TopicPartition, list[Any]] = {}
+        for tp in self.position.keys() - self._paused:
+            start = self.position[tp]
+            found = self.log[tp][start : start + max_records]
+            if found:
+                max_records -= len(found)
+                self.position[tp] += len(found)
+                result[tp] = found
+            if max_records == 0:
+                break
+        return result
+
+    async def rebalance(
+        self, assigned: set[TopicPartition], member: str = "m1", generations: int = 1
+    ) -> None:
+        await self.listener.on_partitions_revoked(self.assignment())
+        self.member_id, self.generation = member, self.generation + generations
+        self.position = {tp: self.committed(tp) for tp in assigned}
+        self._paused = set()
+        await self.listener.on_partitions_assigned(assigned)
+
+    def produce(self, tp: TopicPartition, count: int, size: int = 1) -> None:
+        for _ in range(count):
+            offset, value = len(self.log[tp]), b"x" * size
+            self.log[tp].append(
+                ConsumerRecord(tp.topic, tp.partition, offset, 0, 0, None, value, None, 0, size, ())
+            )
+
+
+class Harness:
+    def __init__(self, **limits: Any) -> None:
+        settings = Settings.load(worker={"commit_interval_s": 0.005, **limits})
+        self.taken: list[tuple[Any, Lease]] = []
+        self.lost: list[Lease] = []
+        self.made: list[FakeConsumer] = []
+        self.intake = Intake(settings, Metrics(), Clock(), self.take, self.make)
+        self.task = asyncio.create_task(self.intake.run())
+
+    @property
+    def consumer(self) -> FakeConsumer:
+        return self.made[-1]
+
+    def make(self, **kw: Any) -> FakeConsumer:
+        self.made.append(FakeConsumer(**kw))
+        return self.made[-1]
+
+    def take(self, record: Any, lease: Lease) -> None:
+        lease.on_lost = lambda: self.lose(lease)
+        self.taken.append((record, lease))
+
+    def lose(self, lease: Lease) -> None:
+        self.lost.append(lease)
+        lease.abandon()
+
+    def finish(self, *indexes: int) -> None:
+        for i in indexes:
+            self.taken[i][1].finish()
+
+    async def polls(self, count: int = 3) -> None:
+        target = self.consumer.polls + count
+        await until(lambda: self.consumer.polls >= target)
+
+
+@pytest.fixture
+async def harness() -> AsyncIterator[Any]:
+    made: list[Harness] = []
+
+    def make(**limits: Any) -> Harness:
+        made.append(Harness(**limits))
+        return made[-1]
+
+    yield make
+    for one in made:
+        await one.intake.close()
+        await asyncio.wait([one.task], timeout=5)
+        assert one.task.done() and one.task.exception() is None
+
+
+async def test_commits_the_contiguous_prefix_only(harness: Any) -> None:
+    h = harness()
+    await h.intake.assigned.wait()
+    h.consumer.produce(P0, 4)
+    await until(lambda: len(h.taken) == 4)
+    h.finish(2, 1)
+    await h.polls()
+    assert h.consumer.commits == []
+    h.finish(0)
+    await until(lambda: h.consumer.commits)
+    assert h.consumer.commits == [{P0: (3, "")}]
+    h.finish(3)
+    await h.intake.close()
+    assert h.consumer.commits[-1] == {P0: (4, "")} and h.consumer.stopped
+
+
+async def test_bounded_in_requests_and_polling_goes_on(harness: Any) -> None:
+    h = harness(max_in_flight=4)
+    await h.intake.assigned.wait()
+    h.consumer.produce(P0, 10)
+    h.consumer.produce(P1, 10)
+    await until(lambda: h.intake.in_flight == 4)
+    await h.polls(5)
+    assert len(h.taken) == 4 and h.consumer.paused() == {P0, P1}
+    h.finish(0)
+    assert h.consumer.paused() == set(), "resumed at once, not at the next poll"
+    for i in range(1, 20):
+        await until(lambda i=i: len(h.taken) > i)
+        assert h.intake.in_flight <= 4
+        h.finish(i)
+    await until(lambda: h.intake.in_flight == 0)
+
+
+async def test_bounded_in_bytes(harness: Any) -> None:
+    h = harness(max_in_flight=100, max_in_flight_bytes=1000)
+    await h.intake.assigned.wait()
+    h.consumer.produce(P0, 1, size=999)
+    await until(lambda: len(h.taken) == 1)
+    h.consumer.produce(P0, 1, size=600)
+    await until(lambda: len(h.taken) == 2)
+    h.consumer.produce(P0, 1)
+    await h.polls(5)
+    assert len(h.taken) == 2 and h.intake.in_flight_bytes == 1599
+    h.finish(0)
+    await until(lambda: len(h.taken) == 3)
+
+
+async def test_pausing_is_recomputed_at_every_assignment(harness: Any) -> None:
+    h = harness(max_in_flight=2)
+    await h.intake.assigned.wait()
+    h.consumer.produce(P0, 5)
+    await until(lambda: h.intake.in_flight == 2)
+    await h.polls()
+    await h.consumer.rebalance({P0, P1})
+    assert h.consumer.paused() == {P0, P1}, "still full: what is new is paused too"
+    await h.consumer.rebalance({P1})
+    assert h.intake.in_flight == 0 and h.consumer.paused() == set(), "what was lost counts no more"
+    h.consumer.produce(P1, 1)
+    await until(lambda: len(h.taken) == 3)
+
+
+async def test_what_stays_ours_goes_on_and_is_taken_once(harness: Any) -> None:
+    h = harness()
+    await h.intake.assigned.wait()
+    h.consumer.produce(P0, 3)
+    h.consumer.produce(P1, 2)
+    await until(lambda: len(h.taken) == 5)
+    mine = [lease for record, lease in h.taken if record.partition == 0]
+    mine[0].finish()
+    await h.consumer.rebalance({P0})
+    assert {lease.partition.topic_partition for lease in h.lost} == {P1} and len(h.lost) == 2
+    assert mine[1].epoch == 2, "events carry the new generation"
+    await h.polls(5)
+    assert len(h.taken) == 5, "a second delivery of what is in flight is recognised"
+    mine[2].finish()
+    mine[1].finish()
+    await until(lambda: h.consumer.committed(P0) == 3)
+
+
+@pytest.mark.parametrize("change", [{"member": "m2"}, {"generations": 2}])
+async def test_a_partition_that_somebody_else_may_have_had_starts_anew(harness: Any, change: Any) -> None:
+    h = harness()
+    await h.intake.assigned.wait()
+    h.consumer.produce(P0, 2)
+    await until(lambda: len(h.taken) == 2)
+    before = [lease for _, lease in h.taken]
+    await h.consumer.rebalance({P0}, **change)
+    assert h.lost == before
+    await until(lambda: len(h.taken) == 4)
+    before[0].finish()
+    await h.polls(5)
+    assert h.consumer.committed(P0) == 0, "an old lease cannot finish a new delivery"
+
+
+async def test_commits_at_revocation(harness: Any) -> None:
+    h = harness(commit_interval_s=1000)
+    await h.intake.assigned.wait()
+    h.consumer.produce(P0, 1)
+    await until(lambda: h.taken)
+    h.finish(0)
+    await h.consumer.rebalance({P1})
+    assert h.consumer.commits == [{P0: (1, "")}]
+
+
+@pytest.mark.parametrize("error", [CommitFailedError(), RequestTimedOutError()])
+async def test_a_failed_commit_is_repeated_and_the_loop_goes_on(harness: Any, error: Exception) -> None:
+    h = harness()
+    await h.intake.assigned.wait()
+    h.consumer.commit_errors = [error, error]
+    h.consumer.produce(P0, 1)
+    await until(lambda: h.taken)
+    h.finish(0)
+    await until(lambda: h.consumer.commits == [{P0: (1, "")}])
+
+
+async def test_records_of_partitions_that_are_not_ours_are_dropped(harness: Any) -> None:
+    h = harness()
+    await h.intake.assigned.wait()
+    h.intake._take(ConsumerRecord("plait.requests", 9, 0, 0, 0, None, b"", None, 0, 0, ()))
+    assert h.intake.in_flight == 0 and h.taken == []
+
+
+async def test_errors_while_polling_are_survived(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake_module, "RETRY_BACKOFF_S", 0.001)
+    h = harness()
+    await h.intake.assigned.wait()
+    h.consumer.poll_errors = [KafkaConnectionError()] * 3
+    h.consumer.produce(P0, 1)
+    await until(lambda: h.taken)
+    assert len(h.made) == 1
+
+
+async def test_a_consumer_that_keeps_failing_is_replaced(
+    harness: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake_module, "RETRY_BACKOFF_S", 0.001)
+    h = harness()
+    await h.intake.assigned.wait()
+    h.consumer.produce(P0, 1)
+    await until(lambda: h.taken)
+    h.consumer.poll_errors = [KafkaConnectionError()] * 1000
+    await until(lambda: len(h.made) == 2)
+    assert h.made[0].stopped and len(h.lost) == 1
+    h.consumer.produce(P0, 1)
+    await until(lambda: len(h.taken) == 2)
+
+
+async def test_draining_reads_no_more_but_commits(harness: Any) -> None:
+    h = harness()
+    await h.intake.assigned.wait()
+    h.consumer.produce(P0, 1)
+    await until(lambda: h.taken)
+    h.intake.stop_reading()
+    h.consumer.produce(P0, 1)
+    await h.consumer.rebalance({P0, P1})
+    await h.polls(5)
+    assert len(h.taken) == 1 and h.consumer.paused() == {P0, P1}
+    h.finish(0)
+    await until(lambda: h.consumer.committed(P0) == 1)
