@@ -1,8 +1,8 @@
 """A broker that speaks Kafka's protocol, from pip, for `plait demo`, `plait dev` and tests: no Java needed.
 
-It is noida-db, one process of about 10 MB that starts in milliseconds, behind a relay that makes up for what it
-lacks (kafka_relay.py). It is not Kafka: it has one node, does not compact, and promises nothing after a power
-cut. Run Apache Kafka for anything that matters.
+It is noida-db, one process of about 10 MB that starts in milliseconds, behind a relay that makes up for what
+it lacks (kafka_relay.py). It is not Kafka: it has one node, does not compact, and promises nothing after a
+power cut. Run Apache Kafka for anything that matters.
 """
 
 from __future__ import annotations
@@ -43,6 +43,11 @@ class EmbeddedBroker:
     @property
     def bootstrap_servers(self) -> str:
         return f"127.0.0.1:{self.port}"
+
+    @property
+    def fetches(self) -> int:
+        """How often the broker was asked for records."""
+        return self._relay.fetches if self._relay is not None else 0
 
     async def __aenter__(self) -> EmbeddedBroker:
         binary = find_binary()

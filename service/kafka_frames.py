@@ -15,7 +15,10 @@ JOIN_GROUP, HEARTBEAT, LEAVE_GROUP, SYNC_GROUP = 11, 12, 13, 14
 API_VERSIONS, END_TXN, DESCRIBE_CLUSTER = 18, 26, 60
 
 # The newest version of each call that is understood here.
-NEWEST = {PRODUCE: 8, FETCH: 11, OFFSET_COMMIT: 7, JOIN_GROUP: 5, HEARTBEAT: 3, LEAVE_GROUP: 2, SYNC_GROUP: 3}
+NEWEST = {
+    **{PRODUCE: 8, FETCH: 11, METADATA: 8, OFFSET_COMMIT: 7},
+    **{JOIN_GROUP: 5, HEARTBEAT: 3, LEAVE_GROUP: 2, SYNC_GROUP: 3},
+}
 
 ILLEGAL_GENERATION = 22
 REBALANCE_IN_PROGRESS = 27
@@ -139,7 +142,8 @@ def found_nothing(answer: bytes, version: int) -> bool:
             body.position += 8 if version >= 4 else 0  # last stable offset
             body.position += 8 if version >= 5 else 0  # log start
             if version >= 4:
-                body.position += 16 * max(body.i32(), 0)  # aborted transactions
+                for _ in body.count():  # aborted transactions
+                    body.position += 16
             body.position += 4 if version >= 11 else 0  # preferred replica
             if error != 0 or body.blob() > 0:
                 return False
@@ -170,6 +174,16 @@ def commit_errors(body: Reader) -> Iterator[int]:
             body.i32()
             yield body.position
             body.i16()
+
+
+def without_creation(call: Call) -> bytes:
+    """A metadata request that forbids making the topics it asks about (from version 4 on it can say so)."""
+    if call.version < 4:
+        return call.frame
+    body = call.reader()
+    for _ in body.count():
+        body.string()
+    return call.frame[: body.position] + b"\0" + call.frame[body.position + 1 :]
 
 
 def limit_versions(answer: bytes) -> bytes:

@@ -6,6 +6,7 @@
   block its group.
 - A commit of a current member during a rebalance gets REBALANCE_IN_PROGRESS, as from Kafka, and not
   ILLEGAL_GENERATION, which makes clients forget who they are.
+- A topic is made only by who asks to make it: asking about a removed topic does not bring it back.
 
 All other bytes pass through as they are.
 """
@@ -130,6 +131,8 @@ class Relay:
                     return await self._join(call, broker)
                 case frames.HEARTBEAT | frames.SYNC_GROUP | frames.OFFSET_COMMIT:
                     return await self._member_call(call, broker)
+                case frames.METADATA:
+                    call.frame = frames.without_creation(call)
                 case frames.LEAVE_GROUP:
                     body = call.reader()
                     self._members.pop((body.string(), body.string()), None)

@@ -24,7 +24,7 @@ HERE = Path(__file__).parent / "kafka"
 CLUSTER_ID = "cGxhaXQtdGVzdC1jbHVzdA"
 JVM = ["-Xms128m", "-Xmx512m", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC"]
 
-# Short timeouts are allowed, so that tests of lost members need not wait; few internal partitions start faster.
+# Short timeouts are allowed, so that tests of lost members need not wait; few internal partitions start fast.
 PROPERTIES = """\
 process.roles=broker,controller
 node.id=1

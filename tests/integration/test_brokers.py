@@ -19,7 +19,7 @@ async def test_a_record_goes_in_and_comes_out_with_its_key_and_headers(servers: 
     admin = AIOKafkaAdminClient(bootstrap_servers=servers)
     producer = AIOKafkaProducer(bootstrap_servers=servers, acks="all", enable_idempotence=True)
     consumer = AIOKafkaConsumer(
-        topic, bootstrap_servers=servers, group_id=topic, auto_offset_reset="earliest", enable_auto_commit=False
+        topic, bootstrap_servers=servers, group_id=topic, auto_offset_reset="earliest"
     )
     await admin.start()
     try:
