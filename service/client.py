@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
-from aiokafka.errors import KafkaError, TopicAlreadyExistsError, for_code
+from aiokafka.errors import KafkaConnectionError, KafkaError, TopicAlreadyExistsError, for_code
 from opentelemetry import propagate, trace
 from opentelemetry.util.types import AttributeValue
 
@@ -63,6 +63,10 @@ class StreamBroken(RuntimeError):
     """An event of the stream is missing and did not come in time."""
 
 
+class BrokersUnreachable(ConnectionError):
+    """No Kafka broker answers at the address that was given."""
+
+
 class RequestTooLarge(ValueError):
     """The encoded request is over the size that the brokers take."""
 
@@ -110,6 +114,7 @@ class Client:
             response_topic = f"{OWN_PREFIX}{uuid.uuid4().hex}"
         self.response_topic = response_topic
         self._made_topic = False
+        self._bootstrap_servers = bootstrap_servers
         self._requests_topic = requests_topic
         self._control_topic = control_topic
         self._content_type = content_type
@@ -138,7 +143,7 @@ class Client:
         await self.close()
 
     async def start(self) -> None:
-        """Connect; raises KafkaConnectionError when no broker answers."""
+        """Connect. Raises BrokersUnreachable, and KafkaError when the brokers refuse."""
         try:
             await self._admin.start()
             if self._owns_topic and self.response_topic:
@@ -149,6 +154,9 @@ class Client:
             if self.response_topic:
                 partitions = await self._partitions(self.response_topic)
                 await self._reader.follow(partitions, from_end=not self._owns_topic)
+        except KafkaConnectionError as error:
+            await self.close()
+            raise BrokersUnreachable(f"no Kafka broker answers at {self._bootstrap_servers}") from error
         except BaseException:
             await self.close()
             raise

@@ -189,7 +189,7 @@ async def broker(bootstrap_servers: str, patience: float = 10.0) -> AsyncIterato
             limit = await _message_limit(client, topics.requests) if topics.requests in found else None
     except (KafkaError, OSError, TimeoutError) as error:
         reason = str(error) or f"no answer within {patience:g} s"
-        yield Check("broker", "fail", f"{bootstrap_servers}: {reason}", "check the address, and that it runs")
+        yield Check("broker", "fail", reason, "check the address, and that it runs")
         return
     yield Check("broker", "ok", f"{bootstrap_servers}, {len(cluster['brokers'])} in the cluster")
     for name in (topics.requests, topics.control, topics.dlq):

@@ -55,6 +55,8 @@ class ResponseReader:
 
     async def start(self) -> None:
         await self._consumer.start()
+        # aiokafka cannot stop a consumer whose tasks have not begun.
+        await asyncio.sleep(0)
         self._task = asyncio.create_task(self._read(), name="plait client reader")
 
     async def stop(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -10,9 +11,9 @@ from typing import Any
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
-from aiokafka.errors import NoError, TopicAlreadyExistsError, for_code
+from aiokafka.errors import KafkaConnectionError, NoError, TopicAlreadyExistsError, for_code
 
-from plait.service.client import OWN_PREFIX
+from plait.service.client import OWN_PREFIX, BrokersUnreachable
 from plait.service.settings import TopicSettings
 
 _LAST_RECORDS_S = 5.0
@@ -33,10 +34,14 @@ class TopicReport:
 
 @asynccontextmanager
 async def admin(kafka: Mapping[str, Any]) -> AsyncIterator[AIOKafkaAdminClient]:
-    """An admin client. `kafka` holds the arguments of any aiokafka client."""
+    """An admin client. `kafka` holds the arguments of any aiokafka client. Raises BrokersUnreachable."""
     client = AIOKafkaAdminClient(**kafka)
     try:
-        await client.start()
+        try:
+            await client.start()
+        except KafkaConnectionError as error:
+            servers = kafka["bootstrap_servers"]
+            raise BrokersUnreachable(f"no Kafka broker answers at {servers}") from error
         yield client
     finally:
         await client.close()
@@ -63,6 +68,8 @@ async def report(kafka: Mapping[str, Any], settings: TopicSettings, group_id: st
         committed = await client.list_consumer_group_offsets(group_id)
     everything = [partition for partitions in found.values() for partition in partitions]
     async with AIOKafkaConsumer(**kafka, auto_offset_reset="earliest") as consumer:
+        # aiokafka cannot stop a consumer whose tasks have not begun.
+        await asyncio.sleep(0)
         begins = await consumer.beginning_offsets(everything) if everything else {}
         ends = await consumer.end_offsets(everything) if everything else {}
         newest = await _newest(consumer, [p for p in everything if ends[p] > begins[p]], ends)

@@ -57,7 +57,7 @@ async def _summarize(
     from plait.service.summarize import Summarizer
     from plait.service.token_count import counter
 
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
 
     def say(line: str) -> None:
         console.print(line, style="dim", markup=False)
