@@ -50,7 +50,7 @@ def resolve(name: str, cache: Path | None = None) -> Path:
     if name == BUNDLED:
         return converted(BUNDLED, BUNDLED_SHA256, models, lambda: bundled_gguf(models))
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelUnavailable(f"no config.json in {path}: not a model's directory")
         return path
@@ -58,7 +58,7 @@ def resolve(name: str, cache: Path | None = None) -> Path:
         file = path.resolve()
         stat = file.stat()
         return converted(file.stem, f"{file} {stat.st_size} {stat.st_mtime_ns}", models, lambda: file)
-    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not name.endswith(".gguf") and not path.exists():
+    if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) and not name.endswith(".gguf") and not path.exists():
         return from_hub(name)
     raise ModelUnavailable(
         f"no model {name!r}: give {BUNDLED!r}, a directory, an existing .gguf file or a hub id (owner/name)"
