@@ -97,6 +97,10 @@ class Worker:
             self._forced.set()
         self._stopping.set()
 
+    @property
+    def stopping(self) -> bool:
+        return self._stopping.is_set()
+
     async def _start(self) -> None:
         settings = self.settings
         if settings.http.enabled:

@@ -1,0 +1,217 @@
+"""Workers with a fake engine on a running broker, and foreign clients (confluent-kafka) around them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient, NewTopic
+from opentelemetry.sdk.trace import TracerProvider
+
+from fakes import FakeEngine
+from plait.schemas import Event, decode_event
+from plait.service.settings import Settings
+from plait.service.worker import Worker
+
+
+@dataclass
+class Message:
+    """One message as a foreign consumer saw it."""
+
+    topic: str
+    partition: int
+    offset: int
+    key: bytes | None
+    value: bytes | None
+    headers: list[tuple[str, bytes | None]]
+
+    def event(self) -> Event:
+        content_type = dict(self.headers)["content-type"]
+        assert self.value is not None and content_type is not None
+        return decode_event(self.value, content_type.decode())
+
+
+class Site:
+    """A set of topics and a group of their own on a broker that others use too."""
+
+    def __init__(self, bootstrap_servers: str, partitions: int = 4, **sections: dict[str, Any]) -> None:
+        self.name = uuid.uuid4().hex[:8]
+        self.bootstrap_servers = bootstrap_servers
+        kafka = {
+            "bootstrap_servers": bootstrap_servers,
+            "group_id": self.name,
+            "session_timeout_ms": 6000,
+            "heartbeat_interval_ms": 500,
+            "fetch_max_wait_ms": 100,
+        }
+        topics = {
+            "requests": f"{self.name}.requests",
+            "responses_prefix": f"{self.name}.responses.",
+            "control": f"{self.name}.control",
+            "dlq": f"{self.name}.dlq",
+            "request_partitions": partitions,
+        }
+        self.settings = Settings.load(
+            kafka=kafka | sections.get("kafka", {}),
+            topics=topics | sections.get("topics", {}),
+            worker={"commit_interval_s": 0.1, "drain_seconds": 20} | sections.get("worker", {}),
+            http={"port": 0} | sections.get("http", {}),
+        )
+        self.topics = self.settings.topics
+
+    def response_topic(self, request_id: str) -> str:
+        return self.topics.responses_prefix + request_id
+
+    @asynccontextmanager
+    async def worker(
+        self, engine: FakeEngine | None = None, provider: TracerProvider | None = None
+    ) -> AsyncIterator[Worker]:
+        """A worker that is ready; it is stopped, and has to have run without a failure, at the end."""
+        worker = Worker(self.settings, engine or FakeEngine(pace=0.002), provider=provider)
+        task = asyncio.create_task(worker.run())
+        ready = asyncio.create_task(worker.ready.wait())
+        try:
+            await asyncio.wait([task, ready], timeout=60, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+            assert worker.ready.is_set(), "the worker did not become ready"
+            yield worker
+        finally:
+            ready.cancel()
+            if not worker.stopping:
+                worker.stop()
+            await asyncio.wait([task], timeout=60)
+            assert task.done(), "the worker did not stop"
+        task.result()
+
+    async def produce(
+        self, messages: Iterable[tuple[bytes | None, list[tuple[str, Any]]]], topic: str | None = None
+    ) -> None:
+        def send() -> None:
+            producer = Producer({"bootstrap.servers": self.bootstrap_servers})
+            for value, headers in messages:
+                producer.produce(topic or self.topics.requests, value=value, headers=headers)
+                producer.poll(0)
+            assert producer.flush(30) == 0
+
+        await asyncio.to_thread(send)
+
+    async def cancel(self, request_id: str) -> None:
+        value = json.dumps({"v": 1, "type": "cancel", "request_id": request_id}).encode()
+        await self.produce([(value, [])], self.topics.control)
+
+    async def create(self, topic: str, partitions: int) -> None:
+        admin = AdminClient({"bootstrap.servers": self.bootstrap_servers})
+        (future,) = admin.create_topics([NewTopic(topic, partitions, 1)]).values()
+        await asyncio.to_thread(future.result, 30)
+
+    async def topic_names(self) -> set[str]:
+        admin = AdminClient({"bootstrap.servers": self.bootstrap_servers})
+        return set((await asyncio.to_thread(admin.list_topics, timeout=30)).topics)
+
+    async def read(self, topics: Iterable[str], enough: Any, seconds: float = 60) -> list[Message]:
+        """All messages of these topics from their beginning, once `enough(messages)` is true.
+
+        Afterwards it reads a little longer: what comes too often must be seen.
+        """
+        return await asyncio.to_thread(self._read, list(topics), enough, seconds)
+
+    def _read(self, topics: list[str], enough: Any, seconds: float) -> list[Message]:
+        import time
+
+        consumer = Consumer(
+            {
+                "bootstrap.servers": self.bootstrap_servers,
+                "group.id": f"{self.name}-reader",
+                "enable.auto.commit": False,
+                "auto.offset.reset": "earliest",
+                "fetch.wait.max.ms": 50,
+            }
+        )
+        found: list[Message] = []
+        until, grace = time.monotonic() + seconds, None
+        assigned: set[str] = set()
+        try:
+            while time.monotonic() < until:
+                missing = set(topics) - assigned
+                if missing:
+                    known = consumer.list_topics(timeout=30).topics
+                    ready = {t for t in missing if t in known and known[t].partitions}
+                    if ready:
+                        assigned |= ready
+                        consumer.incremental_assign(
+                            [TopicPartition(t, p, 0) for t in ready for p in known[t].partitions]
+                        )
+                for message in consumer.consume(500, 0.1):
+                    if message.error() is None:
+                        found.append(
+                            Message(
+                                message.topic(),
+                                message.partition(),
+                                message.offset(),
+                                message.key(),
+                                message.value(),
+                                message.headers() or [],
+                            )
+                        )
+                if grace is None and not missing and enough(found):
+                    grace = time.monotonic() + 0.5
+                if grace is not None and time.monotonic() > grace:
+                    return found
+        finally:
+            consumer.close()
+        raise AssertionError(f"after {seconds} s: {len(found)} messages, topics missing: {missing}")
+
+    async def answers(
+        self, topics: Iterable[str], count: int, seconds: float = 60
+    ) -> dict[str, list[Message]]:
+        """Events by request id, once `count` requests have their terminal event."""
+
+        def enough(found: list[Message]) -> bool:
+            ended = {m.key for m in found if dict(m.headers).get("plait-type") in (b"done", b"error")}
+            return len(ended) >= count
+
+        result: dict[str, list[Message]] = {}
+        for message in await self.read(topics, enough, seconds):
+            result.setdefault((message.key or b"").decode(), []).append(message)
+        return result
+
+    async def committed(self) -> dict[int, int]:
+        """Committed offsets of the requests topic, by partition."""
+
+        def ask() -> dict[int, int]:
+            consumer = Consumer({"bootstrap.servers": self.bootstrap_servers, "group.id": self.name})
+            try:
+                partitions = (
+                    consumer.list_topics(self.topics.requests, 30).topics[self.topics.requests].partitions
+                )
+                asked = [TopicPartition(self.topics.requests, p) for p in partitions]
+                return {tp.partition: tp.offset for tp in consumer.committed(asked, 30) if tp.offset >= 0}
+            finally:
+                consumer.close()
+
+        return await asyncio.to_thread(ask)
+
+
+def request(request_id: str, kind: str = "json", **fields: Any) -> tuple[bytes, list[tuple[str, Any]]]:
+    """A request as a producer without plait would write it."""
+    content = {"v": 1, "request_id": request_id, "prompt": f"say {request_id}"} | fields
+    if kind == "json":
+        return json.dumps(content).encode(), [("content-type", b"application/json")]
+    return msgpack.packb(content), [("content-type", b"application/msgpack")]
+
+
+def assert_answered_once(messages: list[Message]) -> Event:
+    """In order, no gap, no duplicate, one terminal event, which is returned."""
+    events = [m.event() for m in messages]
+    assert [e.index for e in events] == list(range(len(events)))
+    assert [e.type for e in events[:-1]] == ["tokens"] * (len(events) - 1)
+    assert events[-1].type in ("done", "error")
+    return events[-1]
