@@ -16,6 +16,7 @@ from plait.schemas import Event, decode_event, headers
 from plait.service.event_order import EventOrder
 
 log = logging.getLogger(__name__)
+_STOP_S = 2.0
 
 
 @dataclass(slots=True)
@@ -51,6 +52,7 @@ class ResponseReader:
         self._inboxes: dict[str, Inbox] = {}
         self._positions: dict[TopicPartition, int] = {}
         self._moves = 0
+        self._stopped = False
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -60,10 +62,16 @@ class ResponseReader:
         self._task = asyncio.create_task(self._read(), name="plait client reader")
 
     async def stop(self) -> None:
+        self._stopped = True
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await self._consumer.stop()
+        try:
+            # aiokafka's fetcher misses a cancellation while it takes in a new assignment; the second one,
+            # by the timeout, reaches it.
+            await asyncio.wait_for(self._consumer.stop(), _STOP_S)
+        except TimeoutError:
+            log.warning("the consumer of responses was left behind: it does not stop")
 
     def is_open(self, request_id: str) -> bool:
         return request_id in self._inboxes
@@ -98,7 +106,8 @@ class ResponseReader:
 
     def _move(self) -> None:
         self._moves += 1
-        self._assign()
+        if not self._stopped:
+            self._assign()
 
     def _assign(self) -> None:
         self._consumer.assign(list(self._positions))

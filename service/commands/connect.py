@@ -32,3 +32,5 @@ def log_to_stderr() -> None:
     logging.basicConfig(level=level, force=True, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if level > logging.DEBUG:
         logging.getLogger("aiokafka").setLevel(logging.WARNING)
+        # It asks for each topic it ever wrote to, and complains about those that are gone by now.
+        logging.getLogger("aiokafka.cluster").setLevel(logging.CRITICAL)

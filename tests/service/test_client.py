@@ -261,6 +261,21 @@ async def test_another_client_takes_up_a_stream_from_its_beginning(embedded_brok
             assert text_of(await collect(later, request_id)) == "ab"
 
 
+async def test_a_client_closes_while_its_assignment_changes(embedded_broker):
+    servers = embedded_broker.bootstrap_servers
+    for turn in range(10):
+        async with asyncio.timeout(20):
+            async with scripted(servers, per_request_topics=True) as (client, worker):
+                request_id = await client.submit("x")
+                request = await worker.request()
+                await make_topics(servers, response_topic_of(request_id))
+                await worker.publish(request, *(tokens(request, n, "a") for n in range(3)))
+                stream = client.stream(request_id)
+                await anext(stream)
+                if turn % 2:
+                    client._reader.forget(response_topic_of(request_id))
+
+
 async def test_streams_survive_a_restart_of_the_broker(tmp_path):
     async with EmbeddedBroker(tmp_path) as broker:
         servers, port = broker.bootstrap_servers, broker.port
@@ -346,6 +361,6 @@ async def test_the_clients_own_topic_is_deleted_at_the_end(embedded_broker):
 
 
 async def test_an_unreachable_broker_is_an_error_and_leaks_nothing():
-    with pytest.raises(Exception, match="no Kafka broker answers at 127.0.0.1:1"):
+    with pytest.raises(Exception, match=r"no Kafka broker answers at 127\.0\.0\.1:1"):
         async with Client("127.0.0.1:1"):
             pass

@@ -1,0 +1,27 @@
+"""A reader that goes away and comes back: the stream is read again from its beginning, nothing is lost."""
+
+import asyncio
+import sys
+
+from plait.schemas import TokensEvent
+from plait.service.client import Client
+
+
+async def main(bootstrap_servers: str) -> None:
+    # A topic per request is there for whoever knows the id; a client's own topic goes with the client.
+    async with Client(bootstrap_servers, per_request_topics=True) as client:
+        request_id = await client.submit("The three primary colours are", max_tokens=20, temperature=0)
+        async for event in client.stream(request_id):
+            if isinstance(event, TokensEvent):
+                print("first reader:", event.text)
+                break
+
+    async with Client(bootstrap_servers, per_request_topics=True) as client:
+        text = ""
+        async for event in client.stream(request_id):
+            if isinstance(event, TokensEvent):
+                text += event.text
+        print("second reader:", text)
+
+
+asyncio.run(main(sys.argv[1]))
