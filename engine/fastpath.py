@@ -1,8 +1,8 @@
-"""Faster parts put in place of a transformers model's own, where their structure is known.
+"""Faster parts put in place of a transformers model's own on the CPU, where their structure is known.
 
-Decoder layers of the Llama kind become one `FastLayer` on the CPU: fused and packed weights, compiled norms,
-rotary embedding and activation. Any other linear layer gets packed weights. Nothing else changes: embedding,
-rotary frequencies, final norm, logit scaling and whatever else a model does stay transformers' own.
+The decoder layers of a Llama-like model become one compiled `Decoder`; any other linear layer gets packed weights.
+Nothing else changes: embedding, rotary frequencies, final norm, logit scaling and whatever else a model does stay
+transformers' own.
 """
 
 from __future__ import annotations
@@ -12,22 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.kernels import cpu
 from plait.kernels.attention import PagedAttention
-from plait.kernels.linear import PackedLinear, can_pack, fuse
+from plait.kernels.decoder import Decoder, LayerWeights, PanelLinear, fits
+from plait.kernels.linear import PackedLinear, can_pack
 
 LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer")
-NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm")
-
-
-class FastNorm(nn.Module):
-    def __init__(self, norm: nn.Module):
-        super().__init__()
-        self.weight = norm.weight
-        self.eps = norm.variance_epsilon
-
-    def forward(self, x: Tensor) -> Tensor:
-        return cpu.rms_norm(x.view(-1, x.shape[-1]), self.weight, self.eps).view(x.shape)
 
 
 class FloatRotary(nn.Module):
@@ -42,87 +31,72 @@ class FloatRotary(nn.Module):
         return cos.contiguous(), sin.contiguous()
 
 
-class FastLayer(nn.Module):
-    """A pre-norm decoder layer: RMSNorm, rotary attention, RMSNorm, SiLU-gated MLP."""
-
-    def __init__(self, layer: nn.Module):
-        super().__init__()
-        attention, mlp = layer.self_attn, layer.mlp
-        self.index = attention.layer_idx
-        self.dim = attention.head_dim
-        self.q_width = attention.q_proj.out_features
-        self.scale = attention.scaling
-        self.window = window_of(attention)
-        self.qkv = fuse(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.out = PackedLinear(attention.o_proj.weight, attention.o_proj.bias)
-        self.gate_up = fuse(mlp.gate_proj, mlp.up_proj)
-        self.down = PackedLinear(mlp.down_proj.weight, mlp.down_proj.bias)
-        self.norm, self.mlp_norm = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
-        self.eps = layer.input_layernorm.variance_epsilon
-
-    def forward(
-        self, hidden: Tensor, *, position_embeddings: tuple[Tensor, Tensor], plait: PagedAttention, **_: Any
-    ) -> Tensor:
-        """hidden [1, T, H] is changed in place and given back."""
-        residual = hidden.view(-1, hidden.shape[-1])
-        cos, sin = position_embeddings
-        qkv = self.qkv(cpu.rms_norm(residual, self.norm, self.eps))
-        cpu.rotate_and_write(plait.iteration, self.index, qkv, cos, sin)
-        q = qkv.view(qkv.shape[0], -1, self.dim)[:, : self.q_width // self.dim]
-        attended = cpu.attention(plait.iteration, self.index, q, self.scale, self.window)
-        x = cpu.rms_norm(self.out(attended.view(-1, self.q_width)), self.mlp_norm, self.eps, residual)
-        residual.add_(self.down(cpu.silu_mul(self.gate_up(x))))
-        return hidden
+def optimize(model: nn.Module, attention: PagedAttention) -> None:
+    """Change a CPU model in place; its original weights are freed layer by layer."""
+    dtype = next(model.parameters()).dtype
+    base = model.base_model
+    layers, rotary = getattr(base, "layers", None), getattr(base, "rotary_emb", None)
+    if (
+        attention.backend == "cpu"
+        and layers
+        and rotary is not None
+        and all(is_known(x, dtype) for x in layers)
+    ):
+        base.layers = nn.ModuleList([decoder(layers)])
+        base.rotary_emb = FloatRotary(rotary)
+        head = getattr(model, "lm_head", None)
+        if type(head) is nn.Linear and head.bias is None:
+            model.lm_head = PanelLinear(head.weight)
+    if can_pack(dtype):
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if type(child) is nn.Linear and child.weight.dtype == dtype:
+                    setattr(parent, name, PackedLinear(child.weight, child.bias))
 
 
-def window_of(attention: nn.Module) -> int | None:
-    if type(attention).__name__ == "MistralAttention":
-        return getattr(attention.config, "sliding_window", None)
-    return getattr(attention, "sliding_window", None)
-
-
-def is_known(layer: nn.Module) -> bool:
-    if type(layer).__name__ not in LAYERS or type(layer.input_layernorm).__name__ not in NORMS:
+def is_known(layer: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether a layer is exactly what `Decoder` computes."""
+    if type(layer).__name__ not in LAYERS:
         return False
     attention, mlp = layer.self_attn, layer.mlp
     linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
     linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     return (
         all(type(x) is nn.Linear for x in linears)
-        and layer.self_attn.config.hidden_act in ("silu", "swish")
+        and all(x.bias is None for x in (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+        and attention.config.hidden_act in ("silu", "swish")
         and attention.head_dim % 32 == 0
-        and mlp.gate_proj.out_features % 16 == 0
-        and mlp.gate_proj.bias is None
-        and attention.q_proj.in_features % 16 == 0
+        and fits(dtype, attention.q_proj.in_features, mlp.gate_proj.out_features)
     )
 
 
-def optimize(model: nn.Module, attention: PagedAttention) -> None:
-    """Change a CPU model in place; its original weights are freed layer by layer."""
-    dtype = next(model.parameters()).dtype
-    if not can_pack(dtype):
-        return
-    base = model.base_model
-    layers = getattr(base, "layers", None)
-    rotary = getattr(base, "rotary_emb", None)
-    if (
-        attention.backend == "cpu"
-        and layers
-        and rotary is not None
-        and all(is_known(layer) for layer in layers)
-    ):
-        for i, layer in enumerate(layers):
-            layers[i] = FastLayer(layer)
-        base.rotary_emb = FloatRotary(rotary)
-        if type(base.norm).__name__ in NORMS:
-            base.norm = FastNorm(base.norm)
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and child.weight.dtype == dtype:
-                setattr(parent, name, PackedLinear(child.weight, child.bias))
+def decoder(layers: nn.ModuleList) -> Decoder:
+    first = layers[0]
+    made = Decoder(first.input_layernorm.variance_epsilon, first.self_attn.scaling)
+    for i in range(len(layers)):
+        made.add(weights_of(layers[i]))
+        layers[i] = nn.Identity()
+    made.seal()
+    return made
 
 
-def warm(dtype: torch.dtype) -> None:
-    """Compile the kernels now, so that the first request does not wait for it."""
-    if dtype in (torch.float32, torch.bfloat16):
-        cpu.library()
+def weights_of(layer: nn.Module) -> LayerWeights:
+    a, mlp = layer.self_attn, layer.mlp
+    biases = [x.bias for x in (a.q_proj, a.k_proj, a.v_proj)]
+    return LayerWeights(
+        *(
+            x.weight
+            for x in (a.q_proj, a.k_proj, a.v_proj, a.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        ),
+        norm=layer.input_layernorm.weight,
+        mlp_norm=layer.post_attention_layernorm.weight,
+        qkv_bias=None if biases[0] is None else torch.cat(biases),
+        window=window_of(a) or 0,
+    )
+
+
+def window_of(attention: nn.Module) -> int | None:
+    """The sliding window that the layer passes to its attention."""
+    if type(attention).__name__ == "MistralAttention":
+        return getattr(attention.config, "sliding_window", None)
+    return getattr(attention, "sliding_window", None)

@@ -11,7 +11,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
+SOURCES = sorted(Path(__file__).parent.glob("cpu_*.cpp"))
+HEADERS = sorted(Path(__file__).parent.glob("cpu_*.h"))
 FLAGS = [
     "-O3",
     "-march=native",
@@ -55,14 +56,17 @@ def load() -> ctypes.CDLL | None:
     cxx = compiler()
     if cxx is None:
         return None
-    key = hashlib.sha256("\0".join([SOURCE.read_text(), cxx, *FLAGS, processor()]).encode()).hexdigest()[:16]
+    text = [file.read_text() for file in (*SOURCES, *HEADERS)]
+    key = hashlib.sha256("\0".join([*text, cxx, *FLAGS, processor()]).encode()).hexdigest()[:16]
     library = cache_dir() / "kernels" / f"cpu-{key}.so"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as tmp:
             made = Path(tmp) / library.name
-            run = subprocess.run([cxx, *FLAGS, str(SOURCE), "-o", str(made)], capture_output=True, text=True)
+            run = subprocess.run(
+                [cxx, *FLAGS, *map(str, SOURCES), "-o", str(made)], capture_output=True, text=True
+            )
             if run.returncode:
-                raise RuntimeError(f"{cxx} could not compile {SOURCE.name}:\n{run.stderr[-2000:]}")
+                raise RuntimeError(f"{cxx} could not compile the CPU kernels:\n{run.stderr[-2000:]}")
             made.replace(library)
     return ctypes.CDLL(str(library))

@@ -1,6 +1,6 @@
 """The CPU kernels behind torch tensors. Each function takes contiguous float32 or bfloat16 tensors.
 
-`kernels.cpu_kernels.cpp` says how K lies inside a block; a pool written here is read here only.
+`cpu_attention.h` says how K lies inside a block; a pool written here is read here only.
 """
 
 from __future__ import annotations
@@ -39,13 +39,27 @@ class Iteration(ctypes.Structure):
     ]
 
 
+class Layer(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_void_p) for name in ("qkv", "out", "gate_up", "down", "qkv_bias", "norm", "mlp_norm")
+    ] + [("window", ctypes.c_int64)]
+
+
+class Decoder(ctypes.Structure):
+    _fields_ = [
+        ("layers", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("count", "hidden", "inner", "threads")),
+        ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+    ]
+
+
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES = {
     "plait_attention": [_P, _P, _I, _I, _P, _I, _F, _I, _F, _P],
     "plait_write_kv": [_P, _P, _P, _I, _I, _I, _I, _I],
-    "plait_rotate_and_write": [_P, _P, _P, _P, _I],
-    "plait_rms_norm": [_P, _P, _P, _P, _F, _I, _I, _I],
-    "plait_silu_mul": [_P, _P, _I, _I, _I],
+    "plait_forward": [_P, _P, _P, _P, _P],
+    "plait_linear": [_P, _P, _P, _I, _I, _I, _I, _I],
 }
 
 
@@ -136,33 +150,21 @@ def attention(
     return out
 
 
-def rotate_and_write(it: Iteration, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """qkv [T, (Hq + 2 Hkv) D]: rotates q and k in place by cos, sin [T, D] float32; k and v go to the cache."""
-    library().plait_rotate_and_write(  # type: ignore[union-attr]
-        ctypes.byref(it), qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), layer
+def forward(model: Decoder, it: Iteration, hidden: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """All decoder layers: hidden [1, T, H] float32 in place; cos, sin [1, T, D] float32."""
+    library().plait_forward(  # type: ignore[union-attr]
+        ctypes.byref(model), ctypes.byref(it), hidden.data_ptr(), cos.data_ptr(), sin.data_ptr()
     )
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-    """RMSNorm over the last dimension (a multiple of 16) of x [T, H]; with a residual, it becomes residual + x and
-    that sum is normalised."""
-    out = torch.empty_like(x)
-    library().plait_rms_norm(  # type: ignore[union-attr]
+def linear(x: Tensor, packed: Tensor, out: Tensor) -> None:
+    """out [R, N] float32 = x [R, in] times weights packed by `decoder.pack`."""
+    library().plait_linear(  # type: ignore[union-attr]
         x.data_ptr(),
-        None if residual is None else residual.data_ptr(),
-        weight.data_ptr(),
+        packed.data_ptr(),
         out.data_ptr(),
-        eps,
-        x.shape[0],
-        x.shape[1],
+        *x.shape,
+        out.shape[1],
+        torch.get_num_threads(),
         x.dtype == torch.bfloat16,
     )
-    return out
-
-
-def silu_mul(x: Tensor) -> Tensor:
-    """x [T, 2 I], gate and up side by side: SiLU(gate) * up, [T, I], I a multiple of 16."""
-    rows, width = x.shape[0], x.shape[1] // 2
-    out = torch.empty(rows, width, dtype=x.dtype)
-    library().plait_silu_mul(x.data_ptr(), out.data_ptr(), rows, width, x.dtype == torch.bfloat16)  # type: ignore[union-attr]
-    return out

@@ -16,7 +16,7 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 class PackedLinear(nn.Module):
-    """y = x W^T + b, x [..., in] and W [out, in] in one dtype. Weights of several layers are fused by stacking."""
+    """y = x W^T + b, x [..., in] and W [out, in] in one dtype."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
         super().__init__()
@@ -26,17 +26,3 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-
-
-def fuse(*layers: nn.Linear) -> PackedLinear:
-    """One product in the place of several over the same input; outputs lie side by side."""
-    biases = [layer.bias for layer in layers]
-    if any(b is not None for b in biases):
-        biases = [
-            layer.bias if layer.bias is not None else layer.weight.new_zeros(layer.out_features)
-            for layer in layers
-        ]
-    return PackedLinear(
-        torch.cat([layer.weight.detach() for layer in layers]),
-        None if biases[0] is None else torch.cat([b.detach() for b in biases]),
-    )
