@@ -8,7 +8,7 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from plait.service.client import Client
 
-# With an OTLP exporter on this provider, and `plait worker --otlp-endpoint`, both ends meet in one trace.
+# With an OTLP exporter on this provider, and `plait worker --otlp-endpoint URL`, both ends meet in one trace.
 trace.set_tracer_provider(TracerProvider())
 tracer = trace.get_tracer("shop")
 

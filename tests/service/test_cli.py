@@ -13,7 +13,8 @@ from fakes import FakeEngine
 from plait.service import local
 from plait.service.cli import run
 
-TESTS = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
+TESTS = ROOT / "tests"
 WITH_FAKE_ENGINE = """
 import sys
 from fakes import FakeEngine
