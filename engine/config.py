@@ -16,6 +16,8 @@ class EngineConfig:
     device: str = "auto"
     max_running: int = 64
     """Sequences that share one iteration at most: more raises throughput and the time per token."""
+    max_waiting: int = 10_000
+    """Sequences that wait at most; the next one is refused with `overloaded`."""
     token_budget: int = 0
     """Tokens computed in one iteration at most: more fills prompts faster and stalls decodes longer."""
     block_size: int = 16
@@ -26,7 +28,7 @@ class EngineConfig:
     """Prompt plus output of one sequence at most; never more than the model's or the pool's."""
     policy: str = "priority"
     max_preemptions: int = 3
-    """After so many preemptions a sequence is chosen as a victim only when nobody else is left."""
+    """After so many preemptions a sequence comes before all others and is not preempted for them any more."""
     watermark: float = 0.02
     """Share of the pool that stays free when a sequence is admitted, so that running ones can grow."""
     threads: int = 0
@@ -39,7 +41,7 @@ class EngineConfig:
     """A request that was running in so many crashes in a row ends with an error."""
 
     def __post_init__(self) -> None:
-        for name in ("max_running", "block_size", "max_restarts"):
+        for name in ("max_running", "max_waiting", "block_size", "max_restarts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in (

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import count
+from typing import Any
 
 from plait.engine.api import FinishReason
 from plait.engine.block_manager import BlockManager
@@ -20,8 +22,9 @@ from plait.engine.waiting import WaitingQueue
 class Scheduler:
     """Waiting and running sequences, and the blocks they hold.
 
-    The running sequence that the policy puts first always gets what it needs, at the cost of the last ones, and no
-    sequence is longer than the pool: so every iteration makes progress.
+    The running sequence of the first rank always gets what it needs, at the cost of the last ones, and no sequence
+    is longer than the pool: so every iteration makes progress. One that was preempted `max_preemptions` times comes
+    before all that were not, and makes room only for those that got there before it: so preemptions are bounded.
     """
 
     def __init__(
@@ -42,22 +45,30 @@ class Scheduler:
         self.max_preemptions = max_preemptions
         self.reserve = max(1, math.ceil(watermark * blocks.num_blocks))
         self.clock = clock
-        self.waiting = WaitingQueue(policy)
+        self.waiting = WaitingQueue(self._rank)
         self.running: list[Sequence] = []
         self.seats = list(range(max_running - 1, -1, -1))
         self.preemptions = 0
         self.admitted: list[Sequence] = []
+        self._numbers, self._protections = count(), count()
 
     def add(self, seq: Sequence) -> None:
+        seq.number = next(self._numbers)
         self.waiting.push(seq)
+
+    def _rank(self, seq: Sequence) -> tuple[Any, ...]:
+        """No two are equal, or neither of two could make the other go."""
+        if seq.protected is not None:
+            return (0, seq.protected)
+        return (1, *self.policy.key(seq), seq.number)
 
     def has_work(self) -> bool:
         return bool(self.running) or len(self.waiting) > 0
 
     def schedule(self) -> list[Chunk]:
         """The next iteration's chunks: single tokens first, then longer ones. Empty only when there is no work."""
-        self.running.sort(key=self.policy.key)
-        self._chosen: dict[Sequence, Chunk] = {}
+        self.running.sort(key=self._rank)
+        self._chosen: list[Chunk] = []
         self._budget = self.token_budget
         self.admitted = []
         preempted_before = self.preemptions
@@ -67,37 +78,34 @@ class Scheduler:
                 self._choose(seq)
         if self.preemptions == preempted_before:
             self._admit()
-        return sorted(self._chosen.values(), key=lambda c: c.count > 1)
+        return sorted(self._chosen, key=lambda c: c.count > 1)
 
     def _choose(self, seq: Sequence) -> None:
-        chunk = self._chosen[seq] = Chunk(seq, min(seq.remaining, self._budget))
+        chunk = Chunk(seq, min(seq.remaining, self._budget))
+        self._chosen.append(chunk)
         self._budget -= chunk.count
 
     def _grow(self, seq: Sequence) -> bool:
-        """Blocks for all tokens of a running sequence, taken from less urgent ones if need be; else it waits."""
+        """Blocks for all tokens of a running sequence, taken from the last ones if need be; else it waits.
+
+        A victim has no chunk yet: decodes go by rank, and a sequence with more to compute got its blocks on admission.
+        """
         missing = self.blocks.needed(len(seq.blocks), len(seq.tokens))
         while not self.blocks.can_allocate(missing):
-            victim = self._victim(seq)
-            if victim is None:
+            victim = self.running[-1]
+            if victim is seq:
                 return False
-            if victim in self._chosen:
-                self._budget += self._chosen.pop(victim).count
             self._preempt(victim)
         seq.blocks += self.blocks.allocate(missing)
         return True
-
-    def _victim(self, seq: Sequence) -> Sequence | None:
-        """The last running sequence behind `seq`, one that was preempted too often only when no other is left."""
-        behind = [s for s in self.running if self.policy.key(s) > self.policy.key(seq)]
-        return max(
-            behind, key=lambda s: (s.preemptions < self.max_preemptions, self.policy.key(s)), default=None
-        )
 
     def _preempt(self, seq: Sequence) -> None:
         """Back to waiting; what it computed is computed again from its tokens."""
         self.preemptions += 1
         self._leave(seq)
         seq.preemptions += 1
+        if seq.preemptions >= self.max_preemptions and seq.protected is None:
+            seq.protected = next(self._protections)
         seq.timeline.preemptions.append(self.clock())
         seq.computed = 0
         seq.status = Status.WAITING

@@ -29,6 +29,10 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     status: Status = Status.WAITING
     preemptions: int = 0
+    number: int = 0
+    """Order in which the scheduler got to know it."""
+    protected: int | None = None
+    """Order in which it was preempted for the last time that it should be; None before."""
     seat: int = -1
     reason: FinishReason | None = None
     message: str | None = None

@@ -1,27 +1,29 @@
-"""The waiting queue: a heap by the policy's key."""
+"""The waiting queue: a heap."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
-from plait.engine.policy import Policy
 from plait.engine.sequence import Sequence, Status
 
 
 class WaitingQueue:
-    """Push, peek and pop in O(log n). Removal is lazy: a sequence that is no longer waiting is dropped when met."""
+    """The smallest rank first: push, peek and pop in O(log n). A rank must not change while its sequence waits.
 
-    def __init__(self, policy: Policy):
-        self._policy = policy
+    Removal is lazy: a sequence that is no longer waiting is dropped when met.
+    """
+
+    def __init__(self, rank: Callable[[Sequence], tuple[Any, ...]]):
+        self._rank = rank
         self._heap: list[tuple[tuple[Any, ...], int, Sequence]] = []
         self._ticket = count()
         self._size = 0
 
     def push(self, seq: Sequence) -> None:
-        heapq.heappush(self._heap, (self._policy.key(seq), next(self._ticket), seq))
+        heapq.heappush(self._heap, (self._rank(seq), next(self._ticket), seq))
         self._size += 1
 
     def peek(self) -> Sequence | None:

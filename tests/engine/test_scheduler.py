@@ -1,0 +1,203 @@
+"""The scheduler: properties over random traffic, and the cases that went wrong elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from plait.engine.sequence import Status
+from scheduling import Drive
+
+
+class Traffic(RuleBasedStateMachine):
+    """Random arrivals, priorities, sizes and cancellations in tiny pools under tiny budgets."""
+
+    @initialize(
+        num_blocks=st.integers(1, 12),
+        block_size=st.integers(1, 4),
+        max_running=st.integers(1, 6),
+        token_budget=st.integers(1, 24),
+        max_preemptions=st.integers(0, 3),
+        watermark=st.sampled_from([0.0, 0.02, 0.3, 0.9]),
+        policy=st.sampled_from(["fcfs", "priority"]),
+    )
+    def begin(self, **knobs: Any) -> None:
+        self.drive = Drive(**knobs)
+
+    @precondition(lambda self: self.drive.capacity > 1)
+    @rule(data=st.data(), max_tokens=st.integers(1, 20), priority=st.integers(0, 9), same=st.booleans())
+    def add(self, data: st.DataObject, max_tokens: int, priority: int, same: bool) -> None:
+        prompt = data.draw(st.integers(1, self.drive.capacity - 1), label="prompt")
+        # The choices of one request arrive at the same instant.
+        arrival = self.drive.seqs[-1].timeline.arrived if same and self.drive.seqs else None
+        self.drive.add(prompt, max_tokens, priority, arrival)
+
+    @precondition(lambda self: self.drive.seqs)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        self.drive.cancel(data.draw(st.sampled_from(self.drive.seqs)))
+
+    @rule(times=st.integers(1, 5))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            self.drive.step()
+
+    @invariant()
+    def whole(self) -> None:
+        if hasattr(self, "drive"):
+            self.drive.check_pool()
+
+    def teardown(self) -> None:
+        if hasattr(self, "drive"):
+            self.drive.finish_all()
+
+
+TestTraffic = Traffic.TestCase
+TestTraffic.settings = settings(
+    max_examples=150, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_sequences_with_equal_keys_do_not_block_each_other(policy: str) -> None:
+    drive = Drive(num_blocks=4, block_size=4, policy=policy)
+    for _ in range(3):
+        drive.add(prompt=4, max_tokens=8, arrival=1.0)
+    drive.finish_all()
+    assert drive.scheduler.preemptions > 0
+
+
+def test_the_urgent_one_grows_at_the_cost_of_the_other() -> None:
+    drive = Drive(num_blocks=4, block_size=4, watermark=0.0)
+    late = drive.add(prompt=4, max_tokens=8, priority=0)
+    drive.step()
+    urgent = drive.add(prompt=4, max_tokens=8, priority=9)
+    drive.finish_all()
+    assert urgent.preemptions == 0 and late.preemptions > 0
+    assert late.timeline.preemptions and late.timeline.scheduled < late.timeline.preemptions[0]
+
+
+def test_preemptions_are_bounded_when_urgent_ones_arrive_whenever_it_runs() -> None:
+    """vllm#41951: after max_preemptions the sequence comes first, whatever else arrives."""
+    drive = Drive(num_blocks=6, block_size=2, max_running=4, max_preemptions=2, watermark=0.0)
+    victim = drive.add(prompt=2, max_tokens=9, priority=0)
+    while victim.status is not Status.FINISHED and len(drive.seqs) < 300:
+        drive.step()
+        if victim.status is Status.RUNNING:
+            drive.add(prompt=1, max_tokens=6, priority=9)
+    assert victim.status is Status.FINISHED
+    assert victim.preemptions == 2
+    drive.finish_all()
+
+
+def test_a_partly_prefilled_prompt_does_not_starve() -> None:
+    """sglang#34554, mlxcel#1013: decodes and later, more urgent prompts go on beside it, and it goes on as well."""
+    drive = Drive(num_blocks=64, block_size=4, max_running=4, token_budget=8)
+    runner = drive.add(prompt=1, max_tokens=40, priority=9)
+    drive.step()
+    long = drive.add(prompt=60, max_tokens=2, priority=0)
+    drive.step()
+    taken = 1
+    while long.output_len == 0:
+        drive.add(prompt=6, max_tokens=3, priority=9)
+        had, known = long.computed, runner.output_len
+        drive.step()
+        taken += 1
+        assert long.computed > had
+        assert runner.output_len == known + 1, "a long prompt holds up a decode"
+    assert taken <= 60 // (8 - 4) + 1
+    drive.finish_all()
+
+
+def test_every_running_sequence_is_considered_when_some_are_preempted() -> None:
+    """vllm#49097: removal while iterating skips nobody; the checks are in Drive.step."""
+    drive = Drive(num_blocks=8, block_size=1, max_running=6, watermark=0.0, policy="fcfs")
+    for _ in range(6):
+        drive.add(prompt=1, max_tokens=8)
+    drive.finish_all()
+    assert drive.scheduler.preemptions > 2
+
+
+@pytest.mark.parametrize("prompt,max_tokens,expected", [(15, 9, 16), (1, 99, 16), (8, 8, 16)])
+def test_one_sequence_may_fill_the_pool(prompt: int, max_tokens: int, expected: int) -> None:
+    """nano-vllm#274: the only running sequence exhausts the pool and ends; the next one runs."""
+    drive = Drive(num_blocks=4, block_size=4)
+    seq, other = drive.add(prompt, max_tokens), drive.add(3, 2)
+    drive.finish_all()
+    assert len(seq.tokens) == expected and len(other.tokens) == 5
+
+
+def test_a_reserve_keeps_out_who_would_be_preempted_at_once() -> None:
+    """sglang#26248: one retraction does not lead to the next."""
+    drive = Drive(num_blocks=10, block_size=4, watermark=0.2, policy="fcfs")
+    drive.add(prompt=32, max_tokens=4)
+    drive.step()
+    second = drive.add(prompt=4, max_tokens=4)
+    drive.step()
+    assert second.status is Status.WAITING, "one block is free and two are the reserve"
+    drive.finish_all()
+    assert drive.scheduler.preemptions == 0
+
+
+@pytest.mark.parametrize("state", ["waiting", "prefilling", "decoding", "preempted", "finished"])
+def test_cancelled_in_every_state(state: str) -> None:
+    """vllm#52969: nothing leaks, and what is already over stays as it was."""
+    drive = Drive(num_blocks=4, block_size=4, max_running=2, token_budget=1, watermark=0.0)
+    seq = drive.add(prompt=4, max_tokens=9, priority=0) if state != "prefilling" else drive.add(15, 1)
+    if state != "waiting":
+        drive.step()
+    if state == "decoding":
+        drive.step()
+    if state == "preempted":
+        drive.add(prompt=4, max_tokens=8, priority=9)
+        while not seq.preemptions:
+            drive.step()
+    if state == "finished":
+        drive.finish_all()
+    assert {
+        "waiting": seq.status is Status.WAITING,
+        "prefilling": 0 < seq.computed < 15,
+        "decoding": seq.output_len > 0 and seq.status is Status.RUNNING,
+        "preempted": seq.status is Status.WAITING and seq.preemptions == 1,
+        "finished": seq.reason == "length",
+    }[state]
+    drive.cancel(seq)
+    drive.cancel(seq)
+    assert seq.reason == ("length" if state == "finished" else "cancelled")
+    drive.finish_all()
+
+
+def calls(action: Any) -> int:
+    """How many functions, of Python and of C, run during `action`."""
+    seen = 0
+
+    def count(_frame: Any, event: str, _arg: Any) -> None:
+        nonlocal seen
+        seen += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_an_iteration_costs_the_same_however_many_wait(policy: str) -> None:
+    costs = []
+    for waiting in (10, 10_000):
+        drive = Drive(num_blocks=8, block_size=4, max_running=4, policy=policy)
+        for i in range(waiting):
+            drive.add(prompt=5, max_tokens=12, priority=i * 7 % 10)
+        drive.step()
+        costs.append([calls(drive.scheduler.schedule)])
+        seqs = [c.seq for c in drive.scheduler.schedule()]
+        costs[-1].append(calls(lambda seqs=seqs, d=drive: [d.scheduler.finish(s, "cancelled") for s in seqs]))
+        costs[-1].append(calls(drive.scheduler.schedule))
+    assert costs[0] == costs[1]

@@ -1,0 +1,139 @@
+"""Drives Scheduler and BlockManager with a model that only counts, and checks every iteration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from plait.engine.api import GenerationRequest, SamplingParams
+from plait.engine.block_manager import BlockManager
+from plait.engine.policy import make_policy
+from plait.engine.scheduler import Scheduler
+from plait.engine.sequence import Chunk, Sequence, Status
+
+
+@dataclass
+class Drive:
+    """A scheduler and what a model would have seen of it. `tokens` end at max_tokens, else at the pool's size."""
+
+    num_blocks: int = 8
+    block_size: int = 4
+    max_running: int = 4
+    token_budget: int = 1
+    max_preemptions: int = 3
+    watermark: float = 0.02
+    policy: str = "priority"
+    now: float = 0.0
+    computed: dict[Sequence, tuple[int, int]] = field(default_factory=dict)
+    """Of each sequence: the residence (its number of preemptions) and the positions computed in it."""
+    seqs: list[Sequence] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler(
+            BlockManager(self.num_blocks, self.block_size),
+            make_policy(self.policy),
+            max_running=self.max_running,
+            token_budget=self.token_budget,
+            max_preemptions=self.max_preemptions,
+            watermark=self.watermark,
+            clock=lambda: self.now,
+        )
+
+    @property
+    def capacity(self) -> int:
+        return self.num_blocks * self.block_size
+
+    def add(self, prompt: int, max_tokens: int, priority: int = 4, arrival: float | None = None) -> Sequence:
+        self.now += 1
+        request = GenerationRequest(
+            str(len(self.seqs)),
+            list(range(prompt)),
+            SamplingParams(max_tokens=max_tokens),
+            priority,
+            arrival=self.now if arrival is None else arrival,
+        )
+        seq = Sequence.of(request, self.now)
+        self.seqs.append(seq)
+        self.scheduler.add(seq)
+        return seq
+
+    def cancel(self, seq: Sequence) -> None:
+        self.scheduler.finish(seq, "cancelled")
+
+    def step(self) -> list[Chunk]:
+        self.now += 1
+        scheduler, had_work = self.scheduler, self.scheduler.has_work()
+        before = {seq: seq.preemptions for seq in scheduler.running}
+        chunks = scheduler.schedule()
+        self._check_chunks(chunks, before)
+        assert bool(chunks) == had_work, "an iteration with work makes progress"
+        scheduler.advance(chunks)
+        for chunk in chunks:
+            seq = chunk.seq
+            self.computed[seq] = (seq.preemptions, seq.computed)
+            if seq.remaining == 0:
+                seq.tokens.append(1000 + len(seq.tokens))
+                if seq.output_len >= seq.sampling.max_tokens or len(seq.tokens) >= self.capacity:
+                    scheduler.finish(seq, "length")
+        self.check_pool()
+        return chunks
+
+    def _check_chunks(self, chunks: list[Chunk], before: dict[Sequence, int]) -> None:
+        scheduler, blocks = self.scheduler, self.scheduler.blocks
+        assert sum(c.count for c in chunks) <= scheduler.token_budget
+        assert [c.count > 1 for c in chunks] == sorted(c.count > 1 for c in chunks), (
+            "single tokens come first"
+        )
+        assert len({c.seq for c in chunks}) == len(chunks), "a sequence has one chunk"
+        for chunk in chunks:
+            seq = chunk.seq
+            assert seq.status is Status.RUNNING, "a chunk of a sequence that does not run"
+            residence, done = self.computed.get(seq, (-1, 0))
+            assert seq.computed == (done if residence == seq.preemptions else 0), (
+                "computed twice, or left out"
+            )
+            assert 1 <= chunk.count <= seq.remaining
+            assert seq.computed + chunk.count <= len(seq.blocks) * self.block_size, "no memory for the chunk"
+        chosen = {c.seq for c in chunks}
+        for seq, preemptions in before.items():
+            if seq.preemptions > preemptions:
+                self._check_victim(seq)
+            elif seq not in chosen:
+                # It decodes and memory is out: nobody behind it is left to be preempted for it.
+                assert seq.remaining == 1, "a partly prefilled prompt got nothing"
+                missing = blocks.needed(len(seq.blocks), len(seq.tokens))
+                assert missing > 0 and scheduler.running[-1] is seq
+        seats = [seq.seat for seq in scheduler.running]
+        assert len(set(seats)) == len(seats) and all(0 <= seat < self.max_running for seat in seats)
+
+    def _check_victim(self, victim: Sequence) -> None:
+        assert victim.status is not Status.FINISHED
+        if victim.preemptions > max(self.max_preemptions, 1):
+            assert any(seq.preemptions >= self.max_preemptions for seq in self.scheduler.running), (
+                "a protected sequence made room for one that is not"
+            )
+
+    def check_pool(self) -> None:
+        self.scheduler.check()
+        held = [block for seq in self.scheduler.running for block in seq.blocks]
+        assert len(set(held)) == len(held), "a block has two owners"
+        for seq in self.seqs:
+            if seq.status is not Status.RUNNING:
+                assert not seq.blocks and seq.seat == -1
+
+    def finish_all(self, limit: int = 20_000) -> None:
+        for _ in range(limit):
+            if not self.scheduler.has_work():
+                break
+            self.step()
+        self.check_idle()
+
+    def check_idle(self) -> None:
+        assert not self.scheduler.has_work() and not self.scheduler.running
+        assert len(self.scheduler.waiting) == 0
+        assert sorted(self.scheduler.blocks.free) == list(range(self.num_blocks)), "the pool is not whole"
+        assert sorted(self.scheduler.seats) == list(range(self.max_running))
+        for seq in self.seqs:
+            assert seq.status is Status.FINISHED
+            if seq.reason == "length":
+                full = min(seq.prompt_len + seq.sampling.max_tokens, self.capacity)
+                assert len(seq.tokens) == full, "a token was lost"
