@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 # How long the engine may take to end a sequence that was cancelled, before the answer goes out without it.
 CANCEL_GRACE_S = 2.0
+OVERLOADED_RETRY_MS = 1000
 RETRYABLE = (ErrorCode.INTERNAL, ErrorCode.OVERLOADED, ErrorCode.CANCELLED)
 _numbers = itertools.count()
 
@@ -230,7 +231,10 @@ class Stream:
                 del self._running[choice]
                 self._cancel_running()
                 code = _code(error.code)
-                raise Refused(code, str(error), retryable=code in RETRYABLE) from error
+                retry_after_ms = OVERLOADED_RETRY_MS if code is ErrorCode.OVERLOADED else None
+                raise Refused(
+                    code, str(error), retryable=code in RETRYABLE, retry_after_ms=retry_after_ms
+                ) from error
 
     def _hear(self, choice: int, output: Output) -> None:
         """Called by the engine, in the event loop."""

@@ -83,9 +83,9 @@ class Worker:
     async def run(self) -> None:
         """Serve until `stop`. Raises WorkerFailed when it could not start, or could not go on."""
         try:
-            await self._start()
-            await self._stopping.wait()
-            await self._drain()
+            if await self._unless_stopped(self._start()):
+                await self._stopping.wait()
+                await self._drain()
         finally:
             await self._close()
         if self._failure is not None:
@@ -106,13 +106,15 @@ class Worker:
         if settings.http.enabled:
             await self.http.start()
         self._own_provider = None if self._provider else make_provider(settings.telemetry)
-        starting = [self._connect()]
-        if not self.engine.ready:
-            self._engine_is_ours = True
-            starting.append(self.engine.start())
-        async with asyncio.TaskGroup() as group:
-            for part in starting:
-                group.create_task(part)
+        self._engine_is_ours = not self.engine.ready
+        try:
+            # A group, so that the one that fails first ends the other.
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._connect())
+                if self._engine_is_ours:
+                    group.create_task(self.engine.start())
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
         self.metrics.watch(self.engine)
         self._services = Services(
             settings=settings,
@@ -130,14 +132,13 @@ class Worker:
         self.sweeper.start()
         self._watch("control", self.control.run())
         # Cancellations are heard before the first request is read.
-        await self._first_of(self.control.ready)
+        await self.control.ready.wait()
         self._watch("intake", self.intake.run())
         self.engine.failed.add_done_callback(self._engine_failed)
-        await self._first_of(self.intake.assigned)
+        await self.intake.assigned.wait()
         self._has_started = True
-        if not self._stopping.is_set():
-            self.ready.set()
-            log.info("ready: group %s reads %s", settings.kafka.group_id, settings.topics.requests)
+        self.ready.set()
+        log.info("ready: group %s reads %s", settings.kafka.group_id, settings.topics.requests)
 
     async def _connect(self) -> None:
         """Topics and producer, once the broker answers; gives up after `kafka.connect_timeout_s`."""
@@ -156,13 +157,20 @@ class Worker:
                 log.warning("waiting for Kafka: %s", say(error))
                 await asyncio.sleep(CONNECT_BACKOFF_S)
 
-    async def _first_of(self, event: asyncio.Event) -> None:
-        waiting = [asyncio.create_task(event.wait()), asyncio.create_task(self._stopping.wait())]
+    async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Whether the work was done; `stop` ends it early. Raises what it raises."""
+        task, stopping = asyncio.create_task(work), asyncio.create_task(self._stopping.wait())
         try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([task, stopping], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in waiting:
+            stopping.cancel()
+            if not task.done():
                 task.cancel()
+                await asyncio.wait([task])
+        if task.cancelled():
+            return False
+        task.result()
+        return True
 
     async def _drain(self) -> None:
         """Read no more; let what is in flight end, within the limit; leave the rest to the next worker."""
