@@ -37,7 +37,7 @@ clean: ## remove what was built, the environment included
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "plait needs Python 3.11 or newer: make PYTHON=python3.12")'
-	@$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 $(VENV)/demo.stamp: pyproject.toml | $(BIN)/python
 	@echo "Installing plait into $(VENV), once. PyTorch is large; this takes some minutes."

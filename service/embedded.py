@@ -21,6 +21,8 @@ from pathlib import Path
 from plait.service.kafka_relay import Relay
 
 PR_SET_PDEATHSIG = 1
+# Loaded here: between fork and exec nothing may wait for a lock, the loader's included.
+LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class EmbeddedBrokerFailed(RuntimeError):
@@ -120,8 +122,8 @@ def find_binary() -> Path:
 
 def die_with_parent() -> None:
     """To run in a new child process: it ends when the thread that started it does (Linux; see prctl(2))."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if LIBC is not None:
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def free_port() -> int:

@@ -4,7 +4,6 @@ import os
 
 # Before torch is imported: idle threads sleep rather than spin, so that several test runs share a machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault("KMP_BLOCKTIME", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

@@ -8,6 +8,8 @@ import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
+from kafka_broker import KafkaBroker, answers
+
 
 @pytest.fixture(params=[pytest.param("kafka", marks=pytest.mark.kafka), "embedded_broker"])
 def servers(request: pytest.FixtureRequest) -> str:
@@ -47,3 +49,25 @@ async def test_topics_are_not_made_by_accident(servers: str) -> None:
         assert missing not in await admin.list_topics()
     finally:
         await admin.close()
+
+
+@pytest.mark.kafka
+async def test_a_killed_broker_comes_back_with_its_records(own_kafka: KafkaBroker) -> None:
+    servers = own_kafka.bootstrap_servers
+    admin = AIOKafkaAdminClient(bootstrap_servers=servers)
+    await admin.start()
+    await admin.create_topics([NewTopic("kept", 1, 1)])
+    await admin.close()
+    producer = AIOKafkaProducer(bootstrap_servers=servers, acks="all")
+    await producer.start()
+    await producer.send_and_wait("kept", b"value")
+    await producer.stop()
+    own_kafka.kill()
+    assert not answers(own_kafka.port)
+    own_kafka.start()
+    consumer = AIOKafkaConsumer("kept", bootstrap_servers=servers, auto_offset_reset="earliest")
+    await consumer.start()
+    assert (await consumer.getone()).value == b"value"
+    await consumer.stop()
+    own_kafka.stop()
+    assert not answers(own_kafka.port)
