@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,14 @@ class Tokenizer:
         self.backend.no_truncation()
         self.backend.no_padding()
         self.vocab_size = max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+        added = self.backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.specials = {name: text(config[name]) for name in SPECIAL if config.get(name)}
         template = path / "chat_template.jinja"
         self.template = template.read_text() if template.is_file() else config.get("chat_template")
+        if self.template:
+            # A second of imports, better spent while the model loads than on the first chat.
+            importlib.import_module("transformers.utils.chat_template_utils")
 
     def encode(self, prompt: str) -> list[int]:
         """Ids of a raw prompt, with the tokens that the model expects at its beginning."""

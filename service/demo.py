@@ -20,16 +20,16 @@ from plait.service.client import Client, RequestFailed, StreamBroken
 if TYPE_CHECKING:
     from plait.schemas import Timing
 
-# Name, priority, prompt. The last to arrive are the most urgent.
+# Name, priority, prompt, in the order of their arrival: the most urgent come last.
 PROMPTS = (
-    ("night-job", 0, "Write a short story about a lighthouse keeper and a storm."),
-    ("report", 1, "Describe how a bill becomes a law in five steps."),
-    ("recipe", 2, "Write a simple recipe for tomato soup."),
-    ("garden", 3, "Give three tips for growing herbs on a balcony."),
-    ("mail", 4, "Write a friendly email that invites a team to lunch on Friday."),
-    ("explain", 5, "Explain to a child why the sky is blue."),
-    ("poem", 7, "Write a short poem about the sea in autumn."),
-    ("question", 9, "What is the capital of France, and what is it famous for?"),
+    ("night-job", 0, "Write two sentences about a lighthouse keeper in a storm."),
+    ("animals", 1, "Name three animals that live in the ocean."),
+    ("garden", 2, "Give one tip for growing herbs on a balcony."),
+    ("mail", 4, "Write a two sentence email that invites a team to lunch on Friday."),
+    ("explain", 5, "Why is the sky blue? Answer in two sentences."),
+    ("poem", 6, "Write a four line poem about the sea."),
+    ("morning", 8, "Describe a good morning in one sentence."),
+    ("question", 9, "What is the capital of France?"),
 )
 
 
@@ -110,15 +110,14 @@ class PlainDisplay:
 
 
 class LiveDisplay:
-    """A panel per request, in two columns, redrawn in place."""
+    """A panel per request, in two columns, redrawn in place a few times a second."""
 
-    def __init__(self, live: Live, requests: list[Row], console: Console) -> None:
-        self._live = live
+    def __init__(self, requests: list[Row], console: Console) -> None:
         self._rows = requests
         self._console = console
 
     def update(self, row: Row, text: str) -> None:
-        self._live.update(self.render())
+        """Nothing to do: the next drawing shows it."""
 
     def render(self) -> RenderableType:
         lines = max(2, (self._console.height - 2) // ((len(self._rows) + 1) // 2) - 2)
@@ -144,9 +143,8 @@ def display(console: Console, requests: list[Row]) -> Iterator[Display]:
     if not console.is_terminal:
         yield PlainDisplay(console)
         return
-    with Live(console=console, refresh_per_second=12, transient=True) as live:
-        shown = LiveDisplay(live, requests, console)
-        live.update(shown.render())
+    shown = LiveDisplay(requests, console)
+    with Live(get_renderable=shown.render, console=console, refresh_per_second=12):
         yield shown
 
 
@@ -157,13 +155,11 @@ async def run(client: Client, requests: list[Row], max_tokens: int, shown: Displ
             messages=[{"role": "user", "content": row.prompt}],
             priority=row.priority,
             max_tokens=max_tokens,
-            temperature=0.7,
-            top_p=0.9,
+            temperature=0.0,
             repetition_penalty=1.1,
-            seed=index,
             metadata={"demo": row.name},
         )
-        for index, row in enumerate(requests)
+        for row in requests
     ]
     await asyncio.gather(*(_follow(client, i, row, shown) for i, row in zip(ids, requests, strict=True)))
 

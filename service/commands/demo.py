@@ -10,7 +10,7 @@ import typer
 from plait.service.commands.options import Model
 
 # Fewer seats than requests, so that the priorities show in the queue times.
-SEATS = 4
+SEATS = 3
 
 
 def command(
@@ -62,4 +62,9 @@ async def _demo(bootstrap_servers: str | None, model: str, count: int, max_token
                 await demo.run(client, rows, max_tokens, shown)
     console.print()
     console.print(demo.summary(rows))
+    if worker and count > SEATS:
+        console.print(
+            f"\nThe batch has {SEATS} seats here: the first to come took them, the others followed by priority.",
+            style="dim",
+        )
     return 0 if all(row.ok for row in rows) else 1
