@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -220,11 +221,12 @@ async def test_it_dies_with_the_process_that_started_it() -> None:
         *[sys.executable, "-c", HOLD_A_BROKER], stdout=asyncio.subprocess.PIPE
     )
     assert parent.stdout is not None
-    pid, _ = (await parent.stdout.readline()).split()
+    pid, folder = (await parent.stdout.readline()).split()
     assert alive(int(pid))
     parent.send_signal(signal.SIGKILL)
     await parent.wait()
     await until(lambda: not alive(int(pid)))
+    shutil.rmtree(folder.decode())
 
 
 async def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
