@@ -56,6 +56,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.clock = clock
+        self.max_waiting = config.max_waiting
         model = model if model is not None else load(config)
         self.eos = eos_ids(model)
         self.runner = Runner(model, config)
@@ -90,6 +91,8 @@ class Engine:
                 "invalid_request", "request_id", f"{request.request_id!r} is already running"
             )
         check(request, self.model)
+        if len(self.scheduler.waiting) >= self.max_waiting:
+            raise RequestRefused("overloaded", "max_waiting", f"{self.max_waiting} requests are waiting already")
         seq = Sequence.of(request, self.clock())
         self.seqs[seq.id] = seq
         self.scheduler.add(seq)

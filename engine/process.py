@@ -24,6 +24,7 @@ from plait.engine.api import (
     ModelInfo,
     OnOutput,
     Output,
+    RequestRefused,
     Timeline,
     TokenLogprob,
     check,
@@ -108,6 +109,8 @@ class EngineProcess:
         if request.request_id in self.live:
             raise ValueError(f"request id {request.request_id!r} is in flight")
         check(request, self.model)
+        if len(self.live) >= self.config.max_running + self.config.max_waiting:
+            raise RequestRefused("overloaded", "max_waiting", f"{len(self.live)} requests are in flight already")
         if not request.arrival:
             request.arrival = time.monotonic()
         text = TextStream(self.tokenizer, request.sampling, request.prompt_token_ids)
@@ -301,6 +304,8 @@ def environment(config: EngineConfig) -> dict[str, str]:
     threads = config.threads or len(os.sched_getaffinity(0))
     wanted = {
         "OMP_NUM_THREADS": str(threads),
+        # Our own kernels spin for as long as it pays; a thread that waits for the next iteration sleeps.
+        "OMP_WAIT_POLICY": "passive",
         # Large buffers come back every iteration: keep their pages instead of giving them to the system.
         "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
         "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
