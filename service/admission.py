@@ -20,6 +20,7 @@ from plait.schemas import (
     is_topic,
 )
 from plait.service.engine_port import EngineLike
+from plait.service.kafka import Unreadable
 from plait.service.settings import Settings
 from plait.service.telemetry import Headers, header, header_text
 from plait.service.topics import Topics
@@ -70,6 +71,8 @@ class Admission:
 
     def read(self, record: Any) -> Incoming:
         """Decode a record. Raises Unanswerable when nobody can be answered."""
+        if isinstance(record, Unreadable):
+            raise Unanswerable("unreadable", f"the record cannot be decoded, see it there: {record.error}")
         if record.value is None:
             raise Unanswerable("tombstone", "the message has no value")
         echoed: list[tuple[str, bytes | None]] = [

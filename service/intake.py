@@ -12,7 +12,7 @@ from aiokafka.coordinator.assignors.sticky.sticky_assignor import StickyPartitio
 from aiokafka.errors import CommitFailedError, IllegalStateError, KafkaError
 
 from plait.service.clock import Clock
-from plait.service.kafka import connection, say
+from plait.service.kafka import Unreadable, connection, say
 from plait.service.leases import Lease, Partition
 from plait.service.metrics import Metrics
 from plait.service.settings import Settings
@@ -66,15 +66,22 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]
         """Poll until `close`. Recovers from every failure of the broker, and says so."""
         self._committer = asyncio.create_task(self._commit_forever(), name="plait-commit")
         failed = 0
+        careful = False
         while not self._closed:
             try:
                 if self._consumer is None:
                     await self._open()
                 self._balance()
-                batch = await self._consumer.getmany(
-                    timeout_ms=POLL_MS, max_records=max(1, self._limits.max_in_flight - self.in_flight)
-                )
+                if careful:
+                    batch, found = await self._poll_singly()
+                    careful = not found
+                else:
+                    room = max(1, self._limits.max_in_flight - self.in_flight)
+                    batch = await self._consumer.getmany(timeout_ms=POLL_MS, max_records=room)
                 failed = 0
+            except UnicodeDecodeError:
+                careful = True
+                continue
             except (KafkaError, OSError) as error:
                 failed += 1
                 log.warning("reading requests, trying again: %s", say(error))
@@ -87,6 +94,24 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]
             for records in batch.values():
                 for record in records:
                     self._take(record)
+
+    async def _poll_singly(self) -> tuple[dict[TopicPartition, list[Any]], bool]:
+        """One record per partition. A record that aiokafka cannot decode, and would stop at for ever, is
+        stepped over, and stands in the result as Unreadable; whether there was one is the second value.
+        Those behind it in its batch share its fate: aiokafka decodes a batch from its beginning."""
+        batch: dict[TopicPartition, list[Any]] = {}
+        found = False
+        for tp in self._consumer.assignment() - self._consumer.paused():
+            try:
+                batch |= await self._consumer.getmany(tp, timeout_ms=POLL_MS, max_records=1)
+            except UnicodeDecodeError as error:
+                offset = await self._consumer.position(tp)
+                self._consumer.seek(tp, offset + 1)
+                batch[tp] = [Unreadable(tp.topic, tp.partition, offset, str(error))]
+                found = True
+        if not batch:
+            await asyncio.sleep(POLL_MS / 1000)
+        return batch, found
 
     def stop_reading(self) -> None:
         """Take no further request; polling goes on, so that what is in flight can still be committed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from aiokafka.errors import (
@@ -26,6 +27,20 @@ PERMANENT = (
     RecordListTooLargeError,
     TopicAuthorizationFailedError,
 )
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """Stands for a record that aiokafka cannot decode (a header's name that is not UTF-8): where it is."""
+
+    topic: str
+    partition: int
+    offset: int
+    error: str
+    timestamp: int = -1
+    key: None = None
+    value: None = None
+    headers: tuple[tuple[str, bytes | None], ...] = ()
 
 
 def connection(settings: KafkaSettings, role: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import struct
 import uuid
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
@@ -11,6 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgpack
+from aiokafka import AIOKafkaProducer
+from aiokafka import TopicPartition as AioTopicPartition
+from aiokafka.protocol.produce import ProduceRequest
+from aiokafka.record.default_records import DefaultRecordBatchBuilder
+from aiokafka.record.util import calc_crc32c
 from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 from opentelemetry.sdk.trace import TracerProvider
@@ -102,6 +108,32 @@ class Site:
             assert producer.flush(30) == 0
 
         await asyncio.to_thread(send)
+
+    async def produce_raw(
+        self, value: bytes, headers: list[tuple[str, bytes]], bad: list[tuple[str, bytes]], bad_name: bytes
+    ) -> None:
+        """Three records in one batch: a tombstone, `value`, and one with a header whose name is no text."""
+        tp = AioTopicPartition(self.topics.requests, 0)
+        builder = DefaultRecordBatchBuilder(2, 0, 0, -1, -1, -1, 100_000)
+        builder.append(0, None, b"k", None, [])
+        builder.append(1, None, b"k", value, headers)
+        builder.append(2, None, b"k", value, bad)
+        batch = bytearray(builder.build())
+        at = batch.index(bad[0][0].encode())
+        batch[at : at + len(bad_name)] = bad_name
+        struct.pack_into(">I", batch, 17, calc_crc32c(bytes(batch[21:])))
+        producer = AIOKafkaProducer(bootstrap_servers=self.bootstrap_servers)
+        await producer.start()
+        try:
+            await producer.partitions_for(tp.topic)
+            node = producer.client.cluster.leader_for_partition(tp)
+            response = await producer.client.send(
+                node, ProduceRequest(None, 1, 10_000, [(tp.topic, [(tp.partition, bytes(batch))])])
+            )
+            ((_, ((_, error, *_),)),) = response.topics
+            assert error == 0
+        finally:
+            await producer.stop()
 
     async def cancel(self, request_id: str) -> None:
         value = json.dumps({"v": 1, "type": "cancel", "request_id": request_id}).encode()

@@ -130,6 +130,24 @@ async def test_a_thousand_malformed_messages_among_a_hundred_good_ones(broker: s
     assert len(tombstones) == sum(value is None for value, _ in bad)
 
 
+async def test_a_record_that_the_client_library_cannot_decode(broker: str) -> None:
+    site = Site(broker, partitions=2)
+    async with site.worker():
+        for i in range(3):
+            good, headers = request(f"r{i}")
+            await site.produce_raw(good, headers, [("name", b"x")], bad_name=b"\xff\xfe\xff\xfe")
+        answers = await site.answers([site.response_topic(f"r{i}") for i in range(3)], 3)
+        letters = await site.read([site.topics.dlq], lambda found: len(found) >= 6)
+    assert all(assert_answered_once(events).type == "done" for events in answers.values())
+    reasons = {
+        d["plait-dlq-offset"]: d["plait-dlq-reason"] or b"" for d in (dict(m.headers) for m in letters)
+    }
+    assert set(reasons) == {b"0", b"2", b"3", b"5", b"6", b"8"}
+    for offset, reason in reasons.items():
+        assert (b"no value" if offset in (b"0", b"3", b"6") else b"cannot be decoded") in reason
+    assert sum((await site.committed()).values()) == 9
+
+
 async def refused_answers(site: Site) -> list[tuple[str, str]]:
     """(request id, error code) of every per-request topic."""
     topics = {t for t in await site.topic_names() if t.startswith(site.topics.responses_prefix)}
