@@ -29,7 +29,16 @@ def address():
 
 
 def test_every_example_is_run():
-    assert {file.name for file in (ROOT / "examples").glob("*.py")} == EXPECTED.keys()
+    assert {file.name for file in (ROOT / "examples").glob("*.py")} == {*EXPECTED, "engine.py"}
+
+
+@pytest.mark.model
+def test_the_engine_alone():
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "engine.py")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"The capital of France is ->  ?Paris", done.stdout), done.stdout
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -39,3 +48,12 @@ def test_the_example_prints_what_it_says(address, name):
     )
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(EXPECTED[name], done.stdout), done.stdout
+
+
+@pytest.mark.model
+def test_the_engine_alone():
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "engine.py")], capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 0, done.stderr
+    assert "The capital of France is ->  Paris" in done.stdout
