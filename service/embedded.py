@@ -73,6 +73,8 @@ class EmbeddedBroker:
                 stdout=log,
                 stderr=asyncio.subprocess.STDOUT,
                 preexec_fn=die_with_parent,
+                # Ctrl-C is for the parent, whose last words still go through this broker.
+                start_new_session=True,
             )
         try:
             async with asyncio.timeout(15):

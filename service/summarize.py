@@ -141,7 +141,7 @@ class Summarizer:
                     timeout_s=self.plan.timeout_s,
                     max_tokens=self.plan.summary_tokens,
                     temperature=0.0,
-                    repetition_penalty=1.1,
+                    frequency_penalty=0.3,
                 )
             except RequestFailed as failure:
                 if not failure.retryable or attempt == _ATTEMPTS:

@@ -46,7 +46,7 @@ def fake_engine(monkeypatch):
     return make
 
 
-def start(*arguments, pace=None):
+def start(*arguments, pace=None, **options):
     """`plait` as a process, with a fake engine when `pace` (seconds per token) is given."""
     program = ["-m", "plait.service.cli"] if pace is None else ["-c", WITH_FAKE_ENGINE.format(pace=pace)]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PLAIT_")}
@@ -57,6 +57,7 @@ def start(*arguments, pace=None):
         stderr=subprocess.PIPE,
         text=True,
         env=environment,
+        **options,
     )
 
 
@@ -344,3 +345,11 @@ def test_summarize_against_given_brokers_needs_no_engine(dev, capsys, tmp_path):
     captured = capsys.readouterr()
     assert captured.out == "ok " * 15 + "ok\n" and "estimated" in captured.err
     assert finish(worker, signal.SIGTERM)[0] == 0
+
+
+def test_ctrl_c_reaches_the_whole_terminal_and_still_ends_in_order():
+    process = start("generate", "x", "--max-tokens", "1000", pace=0.05, start_new_session=True)
+    assert process.stdout.read(3) == " ok"
+    os.killpg(process.pid, signal.SIGINT)
+    code, _, err = finish(process)
+    assert code == 130 and "Traceback" not in err and "failed" not in err
