@@ -70,8 +70,10 @@ def run(arguments: Sequence[str]) -> int:
     except Exception as error:
         if os.environ.get("PLAIT_DEBUG"):
             raise
+        from plait.service.settings import SettingsError
+
         _complain(_reason(error))
-        return 1
+        return 2 if isinstance(error, SettingsError) else 1
     return code if isinstance(code, int) else 0
 
 
@@ -79,7 +81,8 @@ def _reason(error: BaseException) -> str:
     """One line; of a group of errors the first, which the others mostly follow from."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return " ".join(str(error).split()) or type(error).__name__
+    lines = [line.strip() for line in str(error).splitlines()]
+    return "; ".join(filter(None, lines)) or type(error).__name__
 
 
 def _complain(message: str) -> None:

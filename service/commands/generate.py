@@ -69,7 +69,7 @@ async def _generate(
 
     sections = {"engine": {"model": model}, "topics": {"requests": requests_topic}}
     async with (
-        brokers_or_local(bootstrap_servers, sections) as stack,
+        brokers_or_local(bootstrap_servers, sections, _say) as stack,
         Client(stack.bootstrap_servers, requests_topic=requests_topic, timeout_s=timeout_s) as client,
     ):
         request_id = await client.submit(**request)
@@ -92,6 +92,11 @@ async def _generate(
             print(json.dumps(_summary(done, "".join(pieces)), ensure_ascii=False))
         else:
             print()
+
+
+def _say(line: str) -> None:
+    if sys.stderr.isatty():
+        print(line, file=sys.stderr, flush=True)
 
 
 def _summary(done: Any, text: str) -> dict[str, Any]:

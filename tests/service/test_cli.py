@@ -226,6 +226,16 @@ def test_failures_are_one_line_and_exit_code_1(fake_engine, capsys):
     assert run(["topics", "--bootstrap-servers", "127.0.0.1:1"]) == 1
 
 
+def test_wrong_settings_are_wrong_usage_and_every_key_is_named(tmp_path, capsys, monkeypatch):
+    (tmp_path / "plait.toml").write_text("[kafka]\ngruop_id = 1\n[engine]\nmax_running = 0\n")
+    assert run(["worker", "--config", str(tmp_path / "plait.toml")]) == 2
+    error = capsys.readouterr().err
+    assert "kafka.gruop_id: unknown key" in error and "engine.max_running" in error and error.count("\n") == 1
+    monkeypatch.setenv("PLAIT_KAFKA_SECURITY_PROTOCOL", "nonsense")
+    assert run(["topics", "--bootstrap-servers", "127.0.0.1:1"]) == 2
+    assert "kafka.security_protocol" in capsys.readouterr().err
+
+
 def test_a_dead_engine_ends_the_command(fake_engine, capsys):
     fake_engine.options["pace"] = 0.01
 
