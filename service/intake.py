@@ -9,7 +9,7 @@ from typing import Any
 
 from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, TopicPartition
 from aiokafka.coordinator.assignors.sticky.sticky_assignor import StickyPartitionAssignor
-from aiokafka.errors import CommitFailedError, IllegalStateError, KafkaError
+from aiokafka.errors import CommitFailedError, ConsumerStoppedError, IllegalStateError, KafkaError
 
 from plait.service.clock import Clock
 from plait.service.kafka import Unreadable, connection, say
@@ -28,7 +28,7 @@ RESUME_AT = 0.75  # of the limits: every pause throws away what was fetched ahea
 OnRecord = Callable[[Any, Lease], None]
 
 
-class Intake(ConsumerRebalanceListener):  # type: ignore[misc]
+class Intake:
     """One member of the consumer group.
 
     At most `max_in_flight` requests are out at a time; their bytes may exceed `max_in_flight_bytes` by what
@@ -57,6 +57,7 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]
         self._draining = False
         self._closed = False
         self._full = False
+        self._held: set[TopicPartition] = set()
         self._polled = clock.monotonic()
         self.in_flight = 0
         self.in_flight_bytes = 0
@@ -82,7 +83,7 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]
             except UnicodeDecodeError:
                 careful = True
                 continue
-            except (KafkaError, OSError) as error:
+            except (KafkaError, ConsumerStoppedError, OSError) as error:
                 failed += 1
                 log.warning("reading requests, trying again: %s", say(error))
                 await asyncio.sleep(RETRY_BACKOFF_S)
@@ -120,28 +121,31 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]
 
     async def close(self) -> None:
         """Commit what is finished and leave the group."""
-        self._draining = self._closed = True
+        self._draining = True
         if self._committer is not None:
             self._committer.cancel()
             await asyncio.wait([self._committer])
         if self._consumer is not None:
             await self._commit()
+            self._closed = True
             await self._consumer.stop()
+        self._closed = True
 
     def stalled(self, seconds: float) -> bool:
         """Whether polling has stood still for so long although no rebalance is going on."""
         waiting = self._consumer is None or self._consumer._subscription.reassignment_in_progress
         return not waiting and self._clock.monotonic() - self._polled > seconds
 
-    # Called by aiokafka around each rebalance.
+    def reads_with(self, consumer: Any) -> bool:
+        return self._consumer is consumer
 
-    async def on_partitions_revoked(self, revoked: set[TopicPartition]) -> None:
+    async def revoked(self, revoked: set[TopicPartition]) -> None:
         """Commit; what becomes of the requests in flight is known only with the next assignment."""
         self.assigned.clear()
         if revoked and self._settings.kafka.commit_on_revoke:
             await self._commit(timeout=min(COMMIT_TIMEOUT_S, self._settings.kafka.session_timeout_ms / 3000))
 
-    async def on_partitions_assigned(self, assigned: set[TopicPartition]) -> None:
+    async def reassigned(self, assigned: set[TopicPartition]) -> None:
         """Keep what stayed ours, drop what went.
 
         A partition stayed ours without a break when we are the same member, one generation on: nobody else
@@ -194,7 +198,7 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]
         self.in_flight -= 1
         self.in_flight_bytes -= lease.size
         self._observe()
-        if self._full:
+        if self._held:
             self._balance()
 
     def _observe(self) -> None:
@@ -212,24 +216,33 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]
             return
         assigned, paused = self._consumer.assignment(), self._consumer.paused()
         if self._full or self._draining:
-            self._consumer.pause(*(assigned - paused))
-            self._metrics.paused.set(len(assigned))
+            self._held = assigned
         else:
-            self._consumer.resume(*paused)
-            self._metrics.paused.set(0)
+            window = self._limits.max_window
+            self._held = {tp for tp, p in self._partitions.items() if p.tracker.window >= window} & assigned
+        self._consumer.pause(*(self._held - paused))
+        self._consumer.resume(*(paused - self._held))
+        self._metrics.paused.set(len(self._held))
 
     async def _commit_forever(self) -> None:
         while True:
             await asyncio.sleep(self._limits.commit_interval_s)
             consumer = self._consumer
-            if consumer is not None and not consumer._subscription.reassignment_in_progress:
+            if consumer is None or consumer._subscription.reassignment_in_progress:
+                continue
+            try:
                 await self._commit()
                 self._observe_lag(consumer)
+            except Exception:
+                log.exception("committing")  # the next round repeats it
 
     async def _commit(self, timeout: float = COMMIT_TIMEOUT_S) -> None:  # noqa: ASYNC109 one bound for all it does
         """Commit what has changed. Never raises for what the broker says."""
         async with self._committing:
-            assigned = self._consumer.assignment()
+            consumer = self._consumer
+            if consumer is None:
+                return
+            assigned = consumer.assignment()
             offsets = {
                 tp: (position, self._metadata(partition))
                 for tp, partition in self._partitions.items()
@@ -241,7 +254,7 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]
                 return
             try:
                 async with asyncio.timeout(timeout):
-                    await self._consumer.commit(offsets)
+                    await consumer.commit(offsets)
             except (CommitFailedError, IllegalStateError) as error:
                 self._metrics.commits.labels(result="dropped").inc()
                 log.info("a commit was dropped, the partitions have moved on: %s", say(error))
@@ -251,7 +264,8 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]
             else:
                 self._metrics.commits.labels(result="ok").inc()
                 for tp, (position, _) in offsets.items():
-                    self._partitions[tp].committed = position
+                    if tp in self._partitions:
+                        self._partitions[tp].committed = position
 
     def _metadata(self, partition: Partition) -> str:
         """What is committed beside the offset: the place for `tracker.finished_above()`."""
@@ -281,7 +295,7 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]
             max_poll_interval_ms=kafka.max_poll_interval_ms,
             fetch_max_wait_ms=kafka.fetch_max_wait_ms,
         )
-        consumer.subscribe([self._settings.topics.requests], listener=self)
+        consumer.subscribe([self._settings.topics.requests], listener=Rebalances(self, consumer))
         self._consumer = consumer  # the listener needs it while start() still waits for an assignment
         try:
             await consumer.start()
@@ -305,3 +319,19 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]
                     await consumer.stop()
             except Exception as error:
                 log.warning("closing the old consumer: %s", say(error))
+
+
+class Rebalances(ConsumerRebalanceListener):  # type: ignore[misc]
+    """Passes on what aiokafka says around each rebalance, as long as this consumer is the intake's."""
+
+    def __init__(self, intake: Intake, consumer: Any) -> None:
+        self._intake = intake
+        self._consumer = consumer
+
+    async def on_partitions_revoked(self, revoked: set[TopicPartition]) -> None:
+        if self._intake.reads_with(self._consumer):
+            await self._intake.revoked(revoked)
+
+    async def on_partitions_assigned(self, assigned: set[TopicPartition]) -> None:
+        if self._intake.reads_with(self._consumer):
+            await self._intake.reassigned(assigned)

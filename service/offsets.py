@@ -46,6 +46,11 @@ class OffsetTracker:
         """Deliveries that are not finished."""
         return len(self._open) - len(self._finished)
 
+    @property
+    def window(self) -> int:
+        """Offsets from the first unfinished one to the last delivered: what the tracker has to remember."""
+        return len(self._open)
+
     def finished_above(self) -> list[int]:
         """Offsets that are finished although an earlier one is not, ascending."""
         return sorted(self._finished)

@@ -90,6 +90,7 @@ class WorkerSettings(Section):
 
     max_in_flight: int = Field(256, ge=1)  # requests read and not yet answered
     max_in_flight_bytes: int = Field(64 * 1024 * 1024, ge=1)  # of their messages
+    max_window: int = Field(10_000, ge=1)  # records of a partition delivered beyond its first unfinished one
     max_event_bytes: int = Field(900_000, ge=20_000)  # of one event, below the broker's message.max.bytes
     commit_interval_s: float = Field(1.0, gt=0)
     drain_seconds: float = Field(25.0, ge=0)

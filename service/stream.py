@@ -282,7 +282,10 @@ class Stream:
 
     async def _put(self, value: bytes, kind: str) -> None:
         assert self._outbox is not None and self._topic_ready is not None
-        await asyncio.shield(self._topic_ready)
+        if self._topic_ready.done():
+            self._topic_ready.result()
+        else:
+            await asyncio.shield(self._topic_ready)
         if self._published_from is None:
             self._published_from = self._clock.monotonic()
         await self._outbox.put(value, self._headers(kind))

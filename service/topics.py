@@ -20,7 +20,7 @@ from aiokafka.protocol.metadata import MetadataRequest
 
 from plait.service.kafka import connection, say
 from plait.service.metrics import Metrics
-from plait.service.publisher import PublishFailed
+from plait.service.publisher import MAX_REQUEST_BYTES, PublishFailed
 from plait.service.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -72,8 +72,12 @@ class Topics:
         return self._settings.responses_prefix + request_id
 
     def is_own(self, topic: str) -> bool:
-        """Whether this is one of plait's topics that are no response topics."""
-        return topic in (self._settings.requests, self._settings.control, self._settings.dlq)
+        """Whether this is one of plait's topics that are no response topics, or one of Kafka's own."""
+        return topic.startswith("__") or topic in (
+            self._settings.requests,
+            self._settings.control,
+            self._settings.dlq,
+        )
 
     def is_per_request(self, topic: str) -> bool:
         return topic.startswith(self._settings.responses_prefix)
@@ -95,14 +99,15 @@ class Topics:
         self._known.pop(topic, None)
 
     async def _create_own(self) -> None:
-        own = {
-            self._settings.requests: self._settings.request_partitions,
-            self._settings.control: 1,
-            self._settings.dlq: 1,
+        own: dict[str, tuple[int, dict[str, str]]] = {
+            self._settings.requests: (self._settings.request_partitions, {}),
+            self._settings.control: (1, {}),
+            # A dead letter is a message as large as a broker takes, and headers.
+            self._settings.dlq: (1, {"max.message.bytes": str(MAX_REQUEST_BYTES)}),
         }
-        for topic, error in (await self._create({name: (n, {}) for name, n in own.items()})).items():
+        for topic, (error, text) in (await self._create(own)).items():
             if error not in (NoError, TopicAlreadyExistsError):
-                raise error(f"topic {topic} could not be made")
+                raise error(f"topic {topic} could not be made: {text}")
 
     async def _make_wanted(self) -> None:
         while self._wanted:
@@ -138,7 +143,7 @@ class Topics:
         errors = await self._create(wanted) if wanted else {}
         results: dict[str, str | None] = {}
         for topic in topics:
-            error = errors.get(topic)
+            error, _ = errors.get(topic, (None, ""))
             if error is NoError:
                 self._metrics.response_topics.labels(action="created").inc()
             if error in (NoError, TopicAlreadyExistsError):
@@ -147,25 +152,26 @@ class Topics:
         found = await self._existing(doubtful) if doubtful else {}
         for topic in doubtful:
             state = found.get(topic, UnknownTopicOrPartitionError)
-            error = errors.get(topic, state)
+            error, text = errors.get(topic, (state, ""))
             if state is NoError:
                 results[topic] = None
             elif error.retriable and error is not UnknownTopicOrPartitionError:
                 raise error(f"topic {topic}")
             else:
-                results[topic] = "does not exist" if error is UnknownTopicOrPartitionError else error.__name__
+                missing = error is UnknownTopicOrPartitionError
+                results[topic] = "does not exist" if missing else f"{error.__name__} {text}".strip()
         return results
 
-    async def _create(self, topics: dict[str, tuple[int, dict[str, str]]]) -> dict[str, Any]:
-        """Error classes by topic."""
+    async def _create(self, topics: dict[str, tuple[int, dict[str, str]]]) -> dict[str, tuple[Any, str]]:
+        """Error classes and the broker's words by topic."""
         wanted = []
         for name, (partitions, config) in topics.items():
             topic = NewTopic(name, partitions, 1, topic_configs=config)
             topic.replication_factor = self._replication  # the constructor takes no -1, brokers do (KIP-464)
             wanted.append(topic)
         response = await self.admin.create_topics(wanted)
-        errors = {entry[0]: for_code(entry[1]) for entry in response.topic_errors}
-        if self._replication < 0 and InvalidReplicationFactorError in errors.values():
+        errors = {name: (for_code(code), text or "") for name, code, text in response.topic_errors}
+        if self._replication < 0 and any(e is InvalidReplicationFactorError for e, _ in errors.values()):
             log.info("the broker knows no default replication factor: making topics with one replica")
             self._replication = 1
             return await self._create(topics)

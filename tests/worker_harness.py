@@ -101,7 +101,7 @@ class Site:
         self, messages: Iterable[tuple[bytes | None, list[tuple[str, Any]]]], topic: str | None = None
     ) -> None:
         def send() -> None:
-            producer = Producer({"bootstrap.servers": self.bootstrap_servers})
+            producer = Producer({"bootstrap.servers": self.bootstrap_servers, "message.max.bytes": 2_000_000})
             for value, headers in messages:
                 producer.produce(topic or self.topics.requests, value=value, headers=headers)
                 producer.poll(0)

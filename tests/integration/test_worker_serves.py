@@ -130,6 +130,15 @@ async def test_a_thousand_malformed_messages_among_a_hundred_good_ones(broker: s
     assert len(tombstones) == sum(value is None for value, _ in bad)
 
 
+async def test_a_dead_letter_as_large_as_a_message_can_be(broker: str) -> None:
+    site = Site(broker)
+    value = b"{" + b"x" * 1_048_000
+    async with site.worker():
+        await site.produce([(value, [])])
+        (letter,) = await site.read([site.topics.dlq], lambda found: found)
+    assert letter.value == value
+
+
 async def test_a_record_that_the_client_library_cannot_decode(broker: str) -> None:
     site = Site(broker, partitions=2)
     async with site.worker():

@@ -203,6 +203,26 @@ async def test_bounded_in_bytes(harness: Any) -> None:
     await until(lambda: len(h.taken) == 3)
 
 
+async def test_the_window_behind_an_unfinished_record_is_bounded(harness: Any) -> None:
+    h = harness(max_window=3)
+    await h.intake.assigned.wait()
+    h.consumer.produce(P0, 1)
+    await until(lambda: len(h.taken) == 1)
+    for i in range(1, 3):
+        h.consumer.produce(P0, 1)
+        await until(lambda i=i: len(h.taken) > i)
+        h.finish(i)
+    await h.polls()
+    assert h.consumer.paused() == {P0} and h.intake.in_flight == 1
+    h.consumer.produce(P0, 1)
+    h.consumer.produce(P1, 1)
+    await until(lambda: len(h.taken) == 4)
+    await h.polls()
+    assert h.taken[3][0].partition == 1, "the other partition goes on"
+    h.finish(0)
+    await until(lambda: len(h.taken) == 5)
+
+
 async def test_pausing_is_recomputed_at_every_assignment(harness: Any) -> None:
     h = harness(max_in_flight=2)
     await h.intake.assigned.wait()
