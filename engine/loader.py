@@ -16,10 +16,10 @@ def load(config: EngineConfig) -> nn.Module:
     path = resolve(config.model)
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
-    described = AutoConfig.from_pretrained(path)
-    if getattr(described, "is_encoder_decoder", False):
-        raise Unsupported(f"{described.model_type} is an encoder-decoder model; plait runs decoders")
     try:
+        described = AutoConfig.from_pretrained(path)
+        if getattr(described, "is_encoder_decoder", False):
+            raise Unsupported(f"{described.model_type} is an encoder-decoder model; plait runs decoders")
         model = AutoModelForCausalLM.from_pretrained(
             path,
             config=described,
@@ -28,7 +28,10 @@ def load(config: EngineConfig) -> nn.Module:
             device_map={"": device} if device.type == "cuda" else None,
         )
     except (KeyError, ValueError, ImportError) as error:
-        raise Unsupported(f"{config.model} ({described.model_type}) cannot be loaded: {error}") from error
+        why = error
+        if isinstance(error, KeyError) and error.args == (NAME,):
+            why = "its attention does not go through transformers' AttentionInterface"
+        raise Unsupported(f"{config.model} cannot be loaded: {why}") from error
     return model.eval().requires_grad_(False)
 
 

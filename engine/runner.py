@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.engine import fastpath, pool
-from plait.engine.attention import probe
 from plait.engine.config import EngineConfig
+from plait.engine.probe import probe
 from plait.engine.sequence import Chunk, Sequence
 from plait.kernels.attention import PagedAttention
 from plait.kernels.batch import Batch
@@ -32,8 +32,7 @@ class Runner:
         self.attention = PagedAttention(memory, q_heads)
         if self.device.type == "cpu":
             fastpath.optimize(model, self.attention)
-        text = model.config.get_text_config()
-        longest = getattr(text, "max_position_embeddings", None) or 1 << 20
+        longest = longest_sequence(model)
         limits = [config.max_model_len or longest, longest, self.num_blocks * self.block_size]
         self.max_tokens_total = min(limits)
         width = -(-self.max_tokens_total // self.block_size)
@@ -93,3 +92,14 @@ class Runner:
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+def longest_sequence(model: nn.Module) -> int:
+    """Tokens of one sequence that the model was made for."""
+    text = model.config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None) or 1 << 20
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        # Its frequencies change for the whole batch as soon as one sequence is longer than this.
+        longest = min(longest, rope.get("original_max_position_embeddings") or longest)
+    return longest

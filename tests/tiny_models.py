@@ -55,7 +55,10 @@ def randomize(model: torch.nn.Module, seed: int = 0, scale: float = 1.0) -> torc
 def tiny(config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = torch.float32, attn: str = "eager"):
     """A random causal language model. The configuration is copied: from_config writes into it."""
     config = type(config).from_dict(config.to_dict())
-    return randomize(AutoModelForCausalLM.from_config(config, attn_implementation=attn, dtype=dtype), seed)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attn, dtype=dtype)
+    return randomize(model, seed)
 
 
 def tiny_llama_config(**changes: object) -> LlamaConfig:

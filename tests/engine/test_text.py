@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,7 +101,7 @@ def test_a_character_begun_in_the_prompt_is_completed_and_the_prompt_not_repeate
 
 def test_bytes_that_are_no_text_do_not_hide_what_follows() -> None:
     bad = ids_of("€")[1]
-    assert "".join(pieces(BYTES, [bad] + ids_of("ab") + [bad, bad] + ids_of("c"))) == f"{HALF}ab{HALF * 2}c"
+    assert "".join(pieces(BYTES, [bad, *ids_of("ab"), bad, bad, *ids_of("c")])) == f"{HALF}ab{HALF * 2}c"
     ids = [bad] * 500 + ids_of("then")
     stream = TextStream(BYTES, SamplingParams(), [])
     out = ""
@@ -169,7 +170,7 @@ def test_stop_strings_do_not_depend_on_how_text_is_cut(
     stream = TextStream(BYTES, sampling, [])
     edges = [0, *sorted(min(c, len(text)) for c in cuts), len(text)]
     out = ""
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         stream.held += text[start:end]
         out += stream._release()
         if stream.stopped:
