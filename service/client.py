@@ -191,6 +191,8 @@ class Client:
     ) -> str:
         """Produce one request and return its id once the brokers have it.
 
+        From now on its events are kept until `stream` takes them.
+
         `sampling` takes the fields of `Sampling`: max_tokens, temperature, seed, stop, ... Raises TypeError
         for other names, WireError for what the wire refuses, RequestTooLarge, and KafkaError.
         """

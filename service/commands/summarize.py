@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from plait.service.commands.options import BootstrapServers, Model, RequestsTopic
+from plait.service.commands.options import BootstrapServers, Model, RequestsTopic, Timeout
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,12 +31,16 @@ def command(
     bootstrap_servers: BootstrapServers = None,
     model: Model = "smollm2",
     requests_topic: RequestsTopic = "plait.requests",
+    timeout: Timeout = 600.0,
 ) -> None:
     """Summarize files: their chunks first, then the summaries of the chunks."""
     from plait.service.summarize import INSTRUCTION, Plan
 
     plan = Plan(
-        chunk_tokens=chunk_tokens, max_in_flight=max_in_flight, instruction=instruction or INSTRUCTION
+        chunk_tokens=chunk_tokens,
+        max_in_flight=max_in_flight,
+        instruction=instruction or INSTRUCTION,
+        timeout_s=timeout,
     )
     raise typer.Exit(asyncio.run(_summarize(files, out, plan, bootstrap_servers, model, requests_topic)))
 
