@@ -139,9 +139,14 @@ class Site:
         value = json.dumps({"v": 1, "type": "cancel", "request_id": request_id}).encode()
         await self.produce([(value, [])], self.topics.control)
 
-    async def create(self, topic: str, partitions: int) -> None:
+    async def create(self, topic: str, partitions: int, **config: str) -> None:
         admin = AdminClient({"bootstrap.servers": self.bootstrap_servers})
-        (future,) = admin.create_topics([NewTopic(topic, partitions, 1)]).values()
+        (future,) = admin.create_topics([NewTopic(topic, partitions, 1, config=config)]).values()
+        await asyncio.to_thread(future.result, 30)
+
+    async def delete(self, topic: str) -> None:
+        admin = AdminClient({"bootstrap.servers": self.bootstrap_servers})
+        (future,) = admin.delete_topics([topic]).values()
         await asyncio.to_thread(future.result, 30)
 
     async def topic_names(self) -> set[str]:

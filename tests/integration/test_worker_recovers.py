@@ -14,7 +14,7 @@ from plait.engine.api import GenerationRequest, SamplingParams
 from plait.schemas import TokensEvent
 from plait.service.event_order import EventOrder
 from service_bench import until
-from worker_harness import Message, Site, request
+from worker_harness import Message, Site, assert_answered_once, request
 
 pytestmark = pytest.mark.kafka
 
@@ -137,6 +137,39 @@ async def test_a_worker_whose_membership_was_lost(kafka: KafkaBroker) -> None:
         assert worker.ready.is_set()
     assert_complete(answers, 15)
     assert sum((await site.committed()).values()) == 15
+
+
+async def test_an_event_that_the_broker_refuses(kafka: KafkaBroker) -> None:
+    site = Site(kafka.bootstrap_servers, partitions=1)
+    small = f"{site.name}.small"
+    await site.create(small, 1, **{"max.message.bytes": "1200"})
+    engine = FakeEngine(pace=0.01, text_per_token="y" * 2000)
+    async with site.worker(engine):
+        await site.produce([request("big", response_topic=small), *requests(site, 5)])
+        answers = await site.answers([small, f"{site.name}.answers"], 6)
+        await site.produce([request("more")])
+        answers |= await site.answers([site.response_topic("more")], 1)
+    error = assert_answered_once(answers["big"])
+    assert error.type == "error" and error.code == "internal" and "MessageSizeTooLarge" in error.message
+    for name in ("r0", "r4", "more"):
+        assert answers[name][-1].event().type == "done", "the others go on with a new producer"
+    assert sum((await site.committed()).values()) == 7
+
+
+async def test_a_response_topic_that_is_deleted_meanwhile(kafka: KafkaBroker) -> None:
+    site = Site(kafka.bootstrap_servers, kafka={"request_timeout_ms": 2000})
+    engine = FakeEngine(pace=0.1)
+    topic = site.response_topic("r")
+    async with site.worker(engine):
+        await site.produce([request("r", sampling={"max_tokens": 60})])
+        await site.read([topic], lambda found: len(found) > 5)
+        await site.delete(topic)
+        answers = await site.answers([topic], 1)
+    events = [m.event() for m in answers["r"]]
+    assert events[-1].type == "done"
+    indexes = [e.index for e in events]
+    assert indexes == list(range(indexes[0], indexes[0] + len(indexes))), "no gap after what was deleted"
+    assert sum((await site.committed()).values()) == 1
 
 
 @pytest.mark.parametrize("how", ["stop", "kill"])
