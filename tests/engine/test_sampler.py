@@ -31,8 +31,12 @@ V = 1000
 EOS = frozenset({7})
 
 
-def sequence(sampling: SamplingParams, seat: int = 0, prompt: int = 3, output: tuple[int, ...] = ()) -> Sequence:
-    request = GenerationRequest(f"{seat}", list(range(10, 10 + prompt)), sampling, output_token_ids=list(output))
+def sequence(
+    sampling: SamplingParams, seat: int = 0, prompt: int = 3, output: tuple[int, ...] = ()
+) -> Sequence:
+    request = GenerationRequest(
+        f"{seat}", list(range(10, 10 + prompt)), sampling, output_token_ids=list(output)
+    )
     seq = Sequence.of(request, now=0.0)
     seq.seat = seat
     return seq
@@ -146,9 +150,7 @@ def test_penalties_bias_and_the_ban_on_ending_are_those_of_transformers() -> Non
 
 def test_presence_and_frequency_count_the_output_alone() -> None:
     """OpenAI's formula: mu[j] - c[j] * frequency - (c[j] > 0) * presence, c counting generated tokens."""
-    seq = sequence(
-        SamplingParams(presence_penalty=0.5, frequency_penalty=0.25), output=(20, 21, 20, 20, 999)
-    )
+    seq = sequence(SamplingParams(presence_penalty=0.5, frequency_penalty=0.25), output=(20, 21, 20, 20, 999))
     row = logits()[0]
     expected = row.clone()
     for token, count in {20: 3, 21: 1, 999: 1}.items():
@@ -203,7 +205,9 @@ def test_a_row_that_is_no_number_harms_no_other() -> None:
 def test_a_seat_that_changes_hands_keeps_nothing() -> None:
     sampler, row = Sampler(1, V, EOS), logits()
     best = int(row.argmax())
-    sampler.draw(row, [sequence(SamplingParams(seed=3, top_k=9, min_p=0.1, logit_bias={1: 99.0}, logprobs=2))])
+    sampler.draw(
+        row, [sequence(SamplingParams(seed=3, top_k=9, min_p=0.1, logit_bias={1: 99.0}, logprobs=2))]
+    )
     assert sampler.draw(row, [sequence(SamplingParams(temperature=0.0))]) == ([best], {})
 
 
@@ -223,7 +227,9 @@ def test_same_seed_same_token_and_another_position_another_draw() -> None:
     sampling = SamplingParams(seed=-5)
     assert draw(row, sampling) == draw(row, sampling)
     assert len({draw(row, sampling, output=(20,) * n) for n in range(20)}) > 10
-    assert draw(row, sampling, prompt=5) == draw(row, sampling, prompt=3, output=(30, 31)), "not what resuming needs"
+    assert draw(row, sampling, prompt=5) == draw(row, sampling, prompt=3, output=(30, 31)), (
+        "not what resuming needs"
+    )
 
 
 @pytest.mark.parametrize(
@@ -322,10 +328,14 @@ def test_logprobs_are_those_of_the_model_before_any_change() -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(
-    weights=st.lists(st.sampled_from([0.0, 0.0, 1e-30, 1e-8, 0.3, 1.0]), min_size=1, max_size=700).filter(any),
+    weights=st.lists(st.sampled_from([0.0, 0.0, 1e-30, 1e-8, 0.3, 1.0]), min_size=1, max_size=700).filter(
+        any
+    ),
     noise=st.floats(0, 1, exclude_max=True),
 )
-def test_inverse_cdf_gives_a_token_with_weight_where_the_sum_passes(weights: list[float], noise: float) -> None:
+def test_inverse_cdf_gives_a_token_with_weight_where_the_sum_passes(
+    weights: list[float], noise: float
+) -> None:
     row = torch.tensor([weights])
     for u in (noise, 0.0, 1 - 2**-53):
         token = int(inverse_cdf(row, torch.tensor([u], dtype=torch.float64)))
