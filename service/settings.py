@@ -77,6 +77,10 @@ class EngineSettings(Section):
     policy: str = "priority"
     threads: int = Field(0, ge=0)
     max_waiting: int = Field(10_000, ge=1)
+    max_preemptions: int = Field(3, ge=0)
+    watermark: float = Field(0.02, ge=0, lt=1)
+    stall_seconds: float = Field(120.0, gt=0)
+    max_restarts: int = Field(3, ge=1)
 
     def to_config(self) -> Any:
         """The engine's own configuration; imports the engine."""

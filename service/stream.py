@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import Counter
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from aiokafka.errors import KafkaError
 from opentelemetry.trace import Tracer
 
-from plait.engine.api import Finish, Output, RequestRefused, Timeline
+from plait.engine.api import GenerationRequest, RequestRefused
 from plait.schemas import ErrorCode, FinishReason, Request, headers
 from plait.service import names
 from plait.service.admission import Admission, Incoming, Refused, Unanswerable
-from plait.service.answers import Answers, Piece, Summary, merge, summarize, whole_answer
+from plait.service.answers import Answers, Piece, Summary, summarize, whole_answer
 from plait.service.cancels import Cancels
+from plait.service.choices import Choices
 from plait.service.clock import Clock
 from plait.service.dead_letters import DeadLetters
 from plait.service.engine_port import EngineLike
@@ -34,8 +33,6 @@ from plait.service.topics import Topics, TopicUnavailable
 
 log = logging.getLogger(__name__)
 
-# How long the engine may take to end a sequence that was cancelled, before the answer goes out without it.
-CANCEL_GRACE_S = 2.0
 OVERLOADED_RETRY_MS = 1000
 RETRYABLE = (ErrorCode.INTERNAL, ErrorCode.OVERLOADED, ErrorCode.CANCELLED)
 _numbers = itertools.count()
@@ -70,14 +67,9 @@ class Stream:
         self._clock = services.clock
         self._arrived = services.clock.monotonic()
         self._number = next(_numbers)
-        self._wake = asyncio.Event()
-        self._news: list[tuple[int, Output]] = []
-        self._finishes: dict[int, Finish] = {}
-        self._generated: Counter[int] = Counter()  # tokens so far, by choice
-        self._running: dict[int, str] = {}  # engine ids of unfinished sequences, by choice
+        self._choices = Choices(services.engine)
         self._end_as: str | None = None  # "cancelled" or "deadline" once asked for
-        self._given_up = False
-        self._timers: list[asyncio.TimerHandle] = []
+        self._deadline: asyncio.TimerHandle | None = None
         self._abandoned: str | None = None
         self._index = 0
         self._incoming: Incoming | None = None
@@ -189,7 +181,7 @@ class Stream:
             left = (request.slo.deadline_ms - waited_ms) / 1000
             if left <= 0:
                 raise self._late(request)
-            self._timers.append(asyncio.get_running_loop().call_later(left, self._stop, "deadline"))
+            self._deadline = asyncio.get_running_loop().call_later(left, self._stop, "deadline")
         if self._services.cancels.seen(request.request_id):
             self._end_as = "cancelled"
         if self._end_as is None:
@@ -197,82 +189,41 @@ class Stream:
             if self._end_as is None:
                 self._submit(sequences)
         held: list[Piece] = []
-        while self._news or (self._running and not self._given_up):
-            await self._wake.wait()
-            self._wake.clear()
-            news, self._news = self._news, []
-            for piece in merge(news):
-                self._generated[piece.choice] += len(piece.token_ids)
-                if request.stream:
+        while pieces := await self._choices.next():
+            if request.stream:
+                for piece in pieces:
                     await self._publish_tokens(piece)
-                else:
-                    held.append(piece)
-        failed = next((f for f in self._finishes.values() if f.reason == "error"), None)
-        if failed is not None:
+            else:
+                held += pieces
+        if (failed := self._choices.error) is not None:
             code = _code(failed.code)
             raise Refused(code, failed.message or "the engine failed", retryable=code in RETRYABLE)
-        cut = (
-            self._running
-            or not self._finishes
-            or any(f.reason == "cancelled" for f in self._finishes.values())
-        )
-        if cut and self._end_as == "deadline":
+        if self._choices.cut and self._end_as == "deadline":
             raise self._late(request)
-        if cut and self._end_as is None:
+        if self._choices.cut and self._end_as is None:
             raise Refused(ErrorCode.CANCELLED, "the engine gave the request up", retryable=True)
         return await self._finish(request, held, waited_ms)
 
-    def _submit(self, sequences: list[Any]) -> None:
-        for choice, sequence in enumerate(sequences):
-            self._running[choice] = sequence.request_id
-            try:
-                self._services.engine.submit(sequence, partial(self._hear, choice))
-            except RequestRefused as error:
-                del self._running[choice]
-                self._cancel_running()
-                code = _code(error.code)
-                retry_after_ms = OVERLOADED_RETRY_MS if code is ErrorCode.OVERLOADED else None
-                raise Refused(
-                    code, str(error), retryable=code in RETRYABLE, retry_after_ms=retry_after_ms
-                ) from error
-
-    def _hear(self, choice: int, output: Output) -> None:
-        """Called by the engine, in the event loop."""
-        if self._abandoned is not None or self._given_up:
-            return
-        self._news.append((choice, output))
-        if output.finish is not None:
-            self._running.pop(choice, None)
-            self._finishes[choice] = output.finish
-            if output.finish.reason == "error":
-                self._end_running()
-        self._wake.set()
+    def _submit(self, sequences: list[GenerationRequest]) -> None:
+        try:
+            self._choices.submit(sequences)
+        except RequestRefused as error:
+            code = _code(error.code)
+            retry_after_ms = OVERLOADED_RETRY_MS if code is ErrorCode.OVERLOADED else None
+            raise Refused(
+                code, str(error), retryable=code in RETRYABLE, retry_after_ms=retry_after_ms
+            ) from error
 
     def _stop(self, end_as: str) -> None:
         if self._end_as is None:
             self._end_as = end_as
-            self._end_running()
-            self._wake.set()
-
-    def _end_running(self) -> None:
-        self._cancel_running()
-        if self._running:
-            loop = asyncio.get_running_loop()
-            self._timers.append(loop.call_later(CANCEL_GRACE_S, self._give_up))
-
-    def _give_up(self) -> None:
-        self._given_up = True
-        self._wake.set()
-
-    def _cancel_running(self) -> None:
-        for engine_id in list(self._running.values()):
-            self._services.engine.cancel(engine_id)
+            self._choices.stop()
 
     def _abandon(self, outcome: str) -> None:
         if self._abandoned is None and self.task is not None and not self.task.done():
             self._abandoned = outcome
             self._unregister()
-            self._cancel_running()
+            self._choices.close()
             self.task.cancel()
 
     async def _publish_tokens(self, piece: Piece) -> None:
@@ -311,7 +262,7 @@ class Stream:
             value = self._answers.done(fields, self._index, self._lease.epoch)
         await self._put(value, "done")
         await self._flush()
-        measure(self._services.metrics, summary, self._finishes.values())
+        measure(self._services.metrics, summary, self._choices.finishes.values())
         cancelled = FinishReason.CANCELLED in summary.reasons
         return names.OUTCOME_CANCELLED if cancelled else names.OUTCOME_DONE
 
@@ -334,7 +285,7 @@ class Stream:
 
     async def _apologize(self, message: str, error: Exception) -> str:
         """After a failure of our own, or an event that the broker refused: end the response all the same."""
-        self._cancel_running()
+        self._choices.cancel()
         if self._answers is None or self._outbox is None:
             raise Unanswerable("worker_failed", f"{message}: {error}") from error
         self._outbox.discard()
@@ -395,20 +346,15 @@ class Stream:
 
     def _summary(self, request: Request, waited_ms: float) -> Summary:
         now = self._clock.monotonic()
-        finishes = [
-            # Cancelled before the engine could say anything of this choice.
-            self._finishes.get(choice)
-            or Finish("cancelled", Timeline(self._arrived, finished=now), 0, self._generated[choice])
-            for choice in range(request.sampling.n)
-        ]
+        finishes = self._choices.outcomes(request.sampling.n, self._arrived, now)
         return summarize(request, finishes, self._arrived, waited_ms, now)
 
     def _close(self, finished: bool, outcome: str) -> None:
         """Give everything back; nothing here can fail for reasons of the request."""
         services = self._services
-        for timer in self._timers:
-            timer.cancel()
-        self._cancel_running()
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._choices.close()
         self._unregister()
         if self._topic_ready is not None:
             self._topic_ready.cancel()
@@ -421,7 +367,7 @@ class Stream:
             self._lease.finish()
         else:
             self._lease.abandon()
-        conclude(self._trace, services.metrics, self._finishes, outcome, self._error)
+        conclude(self._trace, services.metrics, self._choices.finishes, outcome, self._error)
 
     def _unregister(self) -> None:
         streams = self._services.streams

@@ -77,3 +77,14 @@ def test_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.kafka.sasl_password.get_secret_value() == "hunter2"
     assert "hunter2" not in repr(settings)
     assert "hunter2" not in settings.model_dump_json()
+
+
+def test_the_engine_section_is_the_engines_configuration() -> None:
+    from dataclasses import asdict
+
+    from plait.engine.config import EngineConfig
+
+    known = asdict(EngineConfig())
+    del known["vocab_size"]  # the tokenizer's, not the user's
+    assert Settings.load().engine.model_dump() == known
+    assert Settings.load(engine={"max_running": 5}).engine.to_config().max_running == 5

@@ -253,7 +253,7 @@ async def test_cancelled_before_it_was_read() -> None:
 
 @pytest.mark.parametrize("deaf", [False, True])
 async def test_cancelled_while_waiting_in_the_engine(deaf: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plait.service.stream.CANCEL_GRACE_S", 0.05)
+    monkeypatch.setattr("plait.service.choices.CANCEL_GRACE_S", 0.05)
     bench = Bench(FakeEngine(deaf=deaf))
     bench.engine.hold()
     stream = bench.start(body())
