@@ -48,12 +48,3 @@ def test_the_example_prints_what_it_says(address, name):
     )
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(EXPECTED[name], done.stdout), done.stdout
-
-
-@pytest.mark.model
-def test_the_engine_alone():
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "engine.py")], capture_output=True, text=True, timeout=150
-    )
-    assert done.returncode == 0, done.stderr
-    assert "The capital of France is ->  Paris" in done.stdout
