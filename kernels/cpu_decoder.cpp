@@ -67,7 +67,7 @@ static void forward(const Decoder& m, const Iteration& it, float* hidden, const 
             store(h, load(h) + a);
             if (at + 16 < wide) store(h + 16, load(h + 16) + b);
         };
-        team.share(rows, [&](int64_t t) {
+        team.share(rows, 4, [&](int64_t t) {
             normalize(hidden + t * wide, layer.norm, normed + t * wide, m.eps, wide);
         });
         gemm(team, normed, rows, wide, (const T*)layer.qkv, (qkv_width + PANEL - 1) / PANEL,
@@ -80,16 +80,16 @@ static void forward(const Decoder& m, const Iteration& it, float* hidden, const 
                  store(qkv + row * qkv_width + at, a);
                  if (both) store(qkv + row * qkv_width + at + 16, b);
              });
-        team.share(rows, [&](int64_t t) {
+        team.share(rows, 4, [&](int64_t t) {
             rotate_and_write(it, qkv + t * qkv_width, cos + t * it.dim, sin + t * it.dim, t, l);
         });
-        team.share(tiles.size(), [&](int64_t i) {
+        team.share(tiles.size(), 1, [&](int64_t i) {
             const Tile& tile = tiles[i];
             attend_tile<T>(it, qkv, qkv_width, it.dim, attended, l, tile.seq, tile.head, tile.from, tile.count, mask,
                            nullptr);
         });
         gemm(team, attended, rows, q_width, (const T*)layer.out, (wide + PANEL - 1) / PANEL, add);
-        team.share(rows, [&](int64_t t) {
+        team.share(rows, 4, [&](int64_t t) {
             normalize(hidden + t * wide, layer.mlp_norm, normed + t * wide, m.eps, wide);
         });
         // A panel holds 16 gates and the 16 ups that belong to them.

@@ -64,7 +64,7 @@ static inline void block(const T* x, int64_t in, const T* w, int64_t row, int64_
 template <typename T, class Put>
 static void gemm(Team& team, const T* x, int64_t rows, int64_t in, const T* w, int64_t panels, Put put) {
     const int64_t parts = (rows + ROWS - 1) / ROWS;
-    team.share(parts * panels, [&](int64_t piece) {
+    team.share(parts * panels, 1, [&](int64_t piece) {
         const int64_t panel = piece % panels, first = piece / panels * ROWS, n = std::min(ROWS, rows - first);
         const T* p = w + panel * in * PANEL;
         const int64_t blocks = (n + BLOCK - 1) / BLOCK;

@@ -4,6 +4,7 @@
 // a time slice at every barrier. Pieces are claimed dynamically, so that a thread that is descheduled holds one.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <omp.h>
@@ -20,9 +21,11 @@ class Team {
   public:
     explicit Team(int size) : size_(size) {}
 
-    // All threads of the team; `work` is called with each piece of 0..count-1 by exactly one of them.
-    template <class Work> void share(int64_t count, Work work) {
-        for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count;) work(i);
+    // All threads of the team; `work` is called with each piece of 0..count-1 by exactly one of them, who claims `grain`
+    // pieces at a time.
+    template <class Work> void share(int64_t count, int64_t grain, Work work) {
+        for (int64_t i; (i = next_.fetch_add(grain, std::memory_order_relaxed)) < count;)
+            for (const int64_t end = std::min(i + grain, count); i < end; i++) work(i);
         barrier();
     }
 
