@@ -116,7 +116,7 @@ class TelemetrySettings(Section):
     """Traces. Without an endpoint here or in OTEL_EXPORTER_OTLP_*, none are made, only passed on."""
 
     otlp_endpoint: str | None = None  # http://host:4318
-    service_name: str = "plait-worker"
+    service_name: str | None = None  # else OTEL_SERVICE_NAME, else plait-worker
     sample_ratio: float = Field(1.0, ge=0, le=1)  # of requests whose producer made no decision
 
 

@@ -24,6 +24,7 @@ from plait.service.settings import TelemetrySettings
 
 Headers = Sequence[tuple[str, bytes]]
 
+DEFAULT_SERVICE_NAME = "plait-worker"
 _TRACE = TraceContextTextMapPropagator()
 _BAGGAGE = W3CBaggagePropagator()
 _ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -41,9 +42,10 @@ def make_provider(settings: TelemetrySettings, exporter: SpanExporter | None = N
 
         endpoint = settings.otlp_endpoint
         exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces" if endpoint else None)
+    service_name = settings.service_name or os.environ.get("OTEL_SERVICE_NAME") or DEFAULT_SERVICE_NAME
     provider = TracerProvider(
         sampler=ParentBased(TraceIdRatioBased(settings.sample_ratio)),
-        resource=Resource.create({SERVICE_NAME: settings.service_name}),
+        resource=Resource.create({SERVICE_NAME: service_name}),
         shutdown_on_exit=False,
     )
     provider.add_span_processor(BatchSpanProcessor(exporter))

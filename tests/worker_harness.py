@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import struct
 import uuid
 from collections.abc import AsyncIterator, Iterable
@@ -79,7 +80,12 @@ class Site:
     async def worker(
         self, engine: FakeEngine | None = None, provider: TracerProvider | None = None
     ) -> AsyncIterator[Worker]:
-        """A worker that is ready; it is stopped, and has to have run without a failure, at the end."""
+        """A worker that is ready; it has to run without a failure, and to stop in order at the end."""
+        trouble: list[str] = []
+        watch = logging.Handler(logging.WARNING)
+        watch.emit = lambda record: trouble.append(record.getMessage())  # type: ignore[method-assign]
+        log = logging.getLogger("plait.service.worker")
+        log.addHandler(watch)
         worker = Worker(self.settings, engine or FakeEngine(pace=0.002), provider=provider)
         task = asyncio.create_task(worker.run())
         ready = asyncio.create_task(worker.ready.wait())
@@ -94,16 +100,19 @@ class Site:
             if not worker.stopping:
                 worker.stop()
             await asyncio.wait([task], timeout=60)
+            log.removeHandler(watch)
             assert task.done(), "the worker did not stop"
         task.result()
+        assert trouble == []
 
     async def produce(
         self, messages: Iterable[tuple[bytes | None, list[tuple[str, Any]]]], topic: str | None = None
     ) -> None:
         def send() -> None:
             producer = Producer({"bootstrap.servers": self.bootstrap_servers, "message.max.bytes": 2_000_000})
-            for value, headers in messages:
-                producer.produce(topic or self.topics.requests, value=value, headers=headers)
+            for number, (value, headers) in enumerate(messages):
+                key = str(number)  # spreads them over the partitions
+                producer.produce(topic or self.topics.requests, value=value, key=key, headers=headers)
                 producer.poll(0)
             assert producer.flush(30) == 0
 

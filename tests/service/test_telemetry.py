@@ -104,6 +104,11 @@ def test_an_endpoint_makes_an_exporter(by: str, monkeypatch: pytest.MonkeyPatch)
     assert provider is not None
     (processor,) = provider._active_span_processor._span_processors
     assert processor.span_exporter._endpoint == "http://collector:4318/v1/traces"  # type: ignore[attr-defined]
+    assert provider.resource.attributes["service.name"] == "plait-worker"
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "from-env")
+    named = make_provider(settings)
+    assert named is not None and named.resource.attributes["service.name"] == "from-env"
+    named.shutdown()
     provider.shutdown()
 
 
