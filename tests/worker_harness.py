@@ -70,6 +70,7 @@ class Site:
             topics=topics | sections.get("topics", {}),
             worker={"commit_interval_s": 0.1, "drain_seconds": 20} | sections.get("worker", {}),
             http={"port": 0} | sections.get("http", {}),
+            telemetry=sections.get("telemetry", {}),
         )
         self.topics = self.settings.topics
 

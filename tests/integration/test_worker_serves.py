@@ -1,12 +1,15 @@
 """A worker on a broker: requests in, events out. On the embedded broker and on Apache Kafka."""
 
 import asyncio
+import gzip
 import json
 import random
 from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -65,6 +68,37 @@ async def test_two_hundred_requests_of_a_foreign_producer(broker: str) -> None:
         assert set(spans) == {"queue", "prefill", "decode", "publish"}
         assert all(span.parent.span_id == process.context.span_id for span in spans.values())
     assert sum((await site.committed()).values()) == 200
+
+
+async def test_spans_are_exported_also_at_the_end(broker: str) -> None:
+    received: list[ExportTraceServiceRequest] = []
+
+    async def collect(http_request: web.Request) -> web.Response:
+        body = await http_request.read()
+        if http_request.headers.get("Content-Encoding") == "gzip":
+            body = gzip.decompress(body)
+        received.append(ExportTraceServiceRequest.FromString(body))
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_post("/v1/traces", collect)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    endpoint = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    site = Site(broker, telemetry={"otlp_endpoint": endpoint, "service_name": "under-test"})
+    try:
+        async with site.worker():
+            await site.produce([request("r"), (b"bad", [])])
+            await site.answers([site.response_topic("r")], 1)
+            await site.read([site.topics.dlq], lambda found: found)
+    finally:
+        await runner.cleanup()
+    spans = [s for r in received for rs in r.resource_spans for ss in rs.scope_spans for s in ss.spans]
+    process = f"process {site.topics.requests}"
+    assert sorted(s.name for s in spans) == ["decode", "prefill", process, process, "publish", "queue"]
+    resource = {a.key: a.value.string_value for a in received[0].resource_spans[0].resource.attributes}
+    assert resource["service.name"] == "under-test"
 
 
 def malformed(rng: random.Random, number: int) -> tuple[bytes | None, list[tuple[str, Any]]]:
