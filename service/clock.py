@@ -17,6 +17,6 @@ class Clock:
     def wall_ms(self) -> int:
         return int(self.wall() * 1000)
 
-    def epoch_ns(self, monotonic: float) -> int:
-        """A monotonic time of this machine as nanoseconds since the epoch."""
-        return int((self.wall() - self.monotonic() + monotonic) * 1_000_000_000)
+    def offset_ns(self) -> int:
+        """What to add to a monotonic time in nanoseconds to get one since the epoch, as of now."""
+        return int((self.wall() - self.monotonic()) * 1_000_000_000)

@@ -108,13 +108,14 @@ class RequestTrace:
     ) -> None:
         self._tracer = tracer
         self._clock = clock
+        self._offset_ns = clock.offset_ns()  # one for all spans of the request, or they would not be in order
         self._parent = extract(headers)
         self._span = tracer.start_span(
             name,
             context=self._parent,
             kind=SpanKind.CONSUMER,
             attributes=attributes,
-            start_time=clock.epoch_ns(arrived),
+            start_time=self._epoch_ns(arrived),
         )
         self.headers = inject(self._span, self._parent, headers)
         self._ended = False
@@ -143,7 +144,7 @@ class RequestTrace:
             (names.EVENT_ENGINE_RESTARTED, timeline.restarts),
         ):
             for at in times:
-                self._span.add_event(event, attributes, self._clock.epoch_ns(at))
+                self._span.add_event(event, attributes, self._epoch_ns(at))
 
     def publish_stage(self, topic: str, start: float, end: float, events: int) -> None:
         if self.recording:
@@ -165,7 +166,10 @@ class RequestTrace:
         if error is not None:
             self._span.set_attribute(names.ERROR_TYPE, error)
             self._span.set_status(Status(StatusCode.ERROR, message))
-        self._span.end()
+        self._span.end(self._epoch_ns(self._clock.monotonic()))
+
+    def _epoch_ns(self, monotonic: float) -> int:
+        return self._offset_ns + int(monotonic * 1_000_000_000)
 
     def _stage(
         self,
@@ -180,6 +184,6 @@ class RequestTrace:
             context=trace.set_span_in_context(self._span, self._parent),
             kind=kind,
             attributes=attributes,
-            start_time=self._clock.epoch_ns(start),
+            start_time=self._epoch_ns(start),
         )
-        span.end(self._clock.epoch_ns(max(start, end)))
+        span.end(self._epoch_ns(max(start, end)))

@@ -124,7 +124,8 @@ def test_a_span_ends_once() -> None:
     exporter = InMemorySpanExporter()
     provider = make_provider(bench.telemetry, exporter)
     assert provider is not None
-    one = RequestTrace(provider.get_tracer("t"), Clock(), "x", [], 0.0, {})
+    clock = Clock()
+    one = RequestTrace(provider.get_tracer("t"), clock, "x", [], clock.monotonic(), {})
     one.end("error", error="internal")
     one.end("done")
     provider.force_flush()
