@@ -48,6 +48,7 @@ class Layer(ctypes.Structure):
 class Decoder(ctypes.Structure):
     _fields_ = [
         ("layers", ctypes.c_void_p),
+        ("seconds", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("count", "hidden", "inner", "threads")),
         ("eps", ctypes.c_float),
         ("scale", ctypes.c_float),

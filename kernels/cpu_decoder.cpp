@@ -14,9 +14,12 @@ struct Layer {
 
 struct Decoder {
     const Layer* layers;
+    double* seconds;  // by phase, added up over all calls
     int64_t count, hidden, inner, threads;
     float eps, scale;
 };
+
+enum Phase { NORM, PRODUCT, ROTARY, ATTENTION };
 
 }  // extern "C"
 
@@ -47,6 +50,22 @@ static inline void rotate_and_write(const Iteration& it, T* qkv, const float* co
     write_token(it, it.slots[t], layer, qkv + it.q_heads * dim, dim, qkv + (it.q_heads + it.kv_heads) * dim, dim);
 }
 
+// Where the time goes, as the first thread of the team sees it: its waiting for the others is part of each phase.
+class Watch {
+  public:
+    explicit Watch(double* seconds) : seconds_(omp_get_thread_num() ? nullptr : seconds), at_(omp_get_wtime()) {}
+    void lap(Phase phase) {
+        if (!seconds_) return;
+        const double now = omp_get_wtime();
+        seconds_[phase] += now - at_;
+        at_ = now;
+    }
+
+  private:
+    double* seconds_;
+    double at_;
+};
+
 template <typename T>
 static void forward(const Decoder& m, const Iteration& it, float* hidden, const float* cos, const float* sin) {
     static thread_local std::vector<T> memory;
@@ -60,6 +79,7 @@ static void forward(const Decoder& m, const Iteration& it, float* hidden, const 
     Team team(m.threads);
 #pragma omp parallel num_threads(m.threads)
     for (int64_t l = 0; l < m.count; l++) {
+        Watch watch(m.seconds);
         const Layer& layer = m.layers[l];
         const Mask mask{m.scale, 0, layer.window};
         auto add = [&](int64_t row, int64_t at, f16v a, f16v b) {
@@ -70,6 +90,7 @@ static void forward(const Decoder& m, const Iteration& it, float* hidden, const 
         team.share(rows, 4, [&](int64_t t) {
             normalize(hidden + t * wide, layer.norm, normed + t * wide, m.eps, wide);
         });
+        watch.lap(NORM);
         gemm(team, normed, rows, wide, (const T*)layer.qkv, (qkv_width + PANEL - 1) / PANEL,
              [&](int64_t row, int64_t at, f16v a, f16v b) {
                  const bool both = at + 16 < qkv_width;
@@ -80,24 +101,30 @@ static void forward(const Decoder& m, const Iteration& it, float* hidden, const 
                  store(qkv + row * qkv_width + at, a);
                  if (both) store(qkv + row * qkv_width + at + 16, b);
              });
+        watch.lap(PRODUCT);
         team.share(rows, 4, [&](int64_t t) {
             rotate_and_write(it, qkv + t * qkv_width, cos + t * it.dim, sin + t * it.dim, t, l);
         });
+        watch.lap(ROTARY);
         team.share(tiles.size(), 1, [&](int64_t i) {
             const Tile& tile = tiles[i];
             attend_tile<T>(it, qkv, qkv_width, it.dim, attended, l, tile.seq, tile.head, tile.from, tile.count, mask,
                            nullptr);
         });
+        watch.lap(ATTENTION);
         gemm(team, attended, rows, q_width, (const T*)layer.out, (wide + PANEL - 1) / PANEL, add);
+        watch.lap(PRODUCT);
         team.share(rows, 4, [&](int64_t t) {
             normalize(hidden + t * wide, layer.mlp_norm, normed + t * wide, m.eps, wide);
         });
+        watch.lap(NORM);
         // A panel holds 16 gates and the 16 ups that belong to them.
         gemm(team, normed, rows, wide, (const T*)layer.gate_up, m.inner / 16,
              [&](int64_t row, int64_t at, f16v gate, f16v up) {
                  store(inner + row * m.inner + at / 2, gate / (1.0f + vexp(-gate)) * up);
              });
         gemm(team, inner, rows, m.inner, (const T*)layer.down, (wide + PANEL - 1) / PANEL, add);
+        watch.lap(PRODUCT);
     }
 }
 

@@ -16,6 +16,7 @@ from plait.kernels import cpu
 from plait.kernels.attention import PagedAttention
 
 PANEL = 32
+PHASES = ("norm", "product", "rotary", "attention")
 
 
 def fits(dtype: torch.dtype, *widths: int) -> bool:
@@ -83,6 +84,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.eps, self.scale = eps, scale
         self.kept: list[Tensor] = []
+        self.seconds = torch.zeros(len(PHASES), dtype=torch.float64)
+        """Time spent so far in each of PHASES."""
         self.layers: list[cpu.Layer] = []
 
     def add(self, w: LayerWeights) -> None:
@@ -100,6 +103,7 @@ class Decoder(nn.Module):
         array = (cpu.Layer * len(self.layers))(*self.layers)
         self.described = cpu.Decoder(
             ctypes.cast(array, ctypes.c_void_p),
+            self.seconds.data_ptr(),
             len(self.layers),
             self.hidden,
             self.inner,

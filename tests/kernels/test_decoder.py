@@ -109,7 +109,9 @@ def test_layers_over_a_ragged_batch_equal_plain_layers_over_each_sequence(dtype,
         tables_of = (angle[where].cos()[None].contiguous(), angle[where].sin()[None].contiguous())
         return decoder(rows, position_embeddings=tables_of, plait=attention)[0]
 
+    assert not decoder.seconds.any()
     before = iteration([0, 0, 0], first)
+    assert (decoder.seconds > 0).all()
     after = iteration(first, lengths)
     wanted = []
     for x in streams:
