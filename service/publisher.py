@@ -209,6 +209,11 @@ class Outbox:
                 await self._recover()
             self._drop_delivered()
 
+    async def give_up(self) -> None:
+        """Wait until the producer is done with what it holds, and forget what it could not deliver."""
+        await self._settle()
+        self.discard()
+
     def discard(self) -> None:
         """Give up what is not delivered yet; what the producer holds may still be written."""
         self._sent = self.delivered
@@ -235,13 +240,16 @@ class Outbox:
             message.producer, message.delivery, message.error = None, None, error
         return message.error is None
 
+    async def _settle(self) -> None:
+        deliveries = [m.delivery for m in self._unacknowledged if m.delivery is not None]
+        if deliveries:
+            await asyncio.wait(deliveries)
+        self._drop_delivered()
+
     async def _recover(self) -> None:
         """Send the first undelivered message and all after it again, until the producer has them."""
         while True:
-            deliveries = [m.delivery for m in self._unacknowledged if m.delivery is not None]
-            if deliveries:
-                await asyncio.wait(deliveries)
-            self._drop_delivered()
+            await self._settle()
             if not self._unacknowledged:
                 return
             first = self._unacknowledged[0]

@@ -71,6 +71,7 @@ class Stream:
         self._end_as: str | None = None  # "cancelled" or "deadline" once asked for
         self._deadline: asyncio.TimerHandle | None = None
         self._abandoned: str | None = None
+        self._outcome: str | None = None  # once the answer, or the dead letter, is durable
         self._index = 0
         self._incoming: Incoming | None = None
         self._answers: Answers | None = None
@@ -102,6 +103,8 @@ class Stream:
     def start(self) -> asyncio.Task[None]:
         self._lease.on_lost = self.revoke
         self.task = asyncio.create_task(self.run(), name=f"plait-stream-{self._number}")
+        # Not in `run`: a task that is cancelled before its first step runs nothing of it.
+        self.task.add_done_callback(lambda _: self._close())
         return self.task
 
     def cancel(self) -> None:
@@ -117,22 +120,20 @@ class Stream:
         self._abandon(names.OUTCOME_HANDED_OVER)
 
     async def run(self) -> None:
-        outcome = names.OUTCOME_HANDED_OVER
-        finished = False
         try:
-            outcome = await self._answer()
-            finished = True
+            self._outcome = await self._answer_or_bury()
         except asyncio.CancelledError:
             if self._abandoned is None:
                 raise
-            outcome = self._abandoned
+
+    async def _answer_or_bury(self) -> str:
+        try:
+            return await self._answer()
         except Unanswerable as reason:
             self._error = ("dead_letter", str(reason))
             self._trace.set({names.DEAD_LETTER_REASON: str(reason)})
-            finished = await self._bury(reason)
-            outcome = names.OUTCOME_DEAD_LETTER if finished else self._abandoned or outcome
-        finally:
-            self._close(finished, outcome)
+            await self._services.dead_letters.put(self._record, reason.kind, str(reason))
+            return names.OUTCOME_DEAD_LETTER
 
     async def _answer(self) -> str:
         """Publish the whole answer and return the outcome. Raises Unanswerable."""
@@ -288,21 +289,13 @@ class Stream:
         self._choices.cancel()
         if self._answers is None or self._outbox is None:
             raise Unanswerable("worker_failed", f"{message}: {error}") from error
-        self._outbox.discard()
+        # What the producer still holds would come to the topic under the numbers of the apology.
+        await self._outbox.give_up()
         self._index = self._outbox.delivered
         try:
             return await self._refuse(Refused(ErrorCode.INTERNAL, f"{message}: {error}", retryable=True))
         except Exception as second:
             raise Unanswerable("unpublishable", f"{message}: {second}") from second
-
-    async def _bury(self, reason: Unanswerable) -> bool:
-        try:
-            await self._services.dead_letters.put(self._record, reason.kind, str(reason))
-        except asyncio.CancelledError:
-            if self._abandoned is None:
-                raise
-            return False
-        return True
 
     async def _flush(self) -> None:
         assert self._outbox is not None
@@ -349,7 +342,7 @@ class Stream:
         finishes = self._choices.outcomes(request.sampling.n, self._arrived, now)
         return summarize(request, finishes, self._arrived, waited_ms, now)
 
-    def _close(self, finished: bool, outcome: str) -> None:
+    def _close(self) -> None:
         """Give everything back; nothing here can fail for reasons of the request."""
         services = self._services
         if self._deadline is not None:
@@ -363,10 +356,11 @@ class Stream:
             topic = self._outbox.topic
             services.publisher.release(topic, forget=services.topics.is_per_request(topic))
             services.sweeper.release(topic)
-        if finished:
+        if self._outcome is not None:
             self._lease.finish()
         else:
             self._lease.abandon()
+        outcome = self._outcome or self._abandoned or names.OUTCOME_HANDED_OVER
         conclude(self._trace, services.metrics, self._choices.finishes, outcome, self._error)
 
     def _unregister(self) -> None:

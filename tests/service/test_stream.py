@@ -1,5 +1,6 @@
 """One request from record to terminal event, with everything around it in memory."""
 
+import asyncio
 import json
 import time
 from typing import Any
@@ -344,6 +345,38 @@ async def test_an_abandoned_request_gets_no_terminal_event(how: str) -> None:
     assert bench.ended and not bench.partition.leases
     attributes = bench.process_span().attributes or {}
     assert attributes["plait.outcome"] == {"revoke": "revoked", "hand_over": "handed_over"}[how]
+
+
+async def test_a_request_that_is_abandoned_before_its_first_step_leaves_nothing_behind() -> None:
+    bench = Bench()
+    stream = bench.start(body())
+    stream.revoke()
+    assert stream.task is not None
+    await asyncio.wait([stream.task])
+    assert bench.publisher.sent == [] and bench.ended and not bench.partition.leases
+    assert bench.partition.tracker.unfinished == 1
+    assert (bench.process_span().attributes or {})["plait.outcome"] == "revoked"
+
+
+async def test_an_error_event_follows_what_the_producer_still_holds() -> None:
+    bench = Bench(FakeEngine(pace=0.001))
+    bench.publisher.hold()
+    stream = bench.start(body(sampling=Sampling(max_tokens=1000)))
+    assert stream.task is not None
+    await until(lambda: len(bench.publisher.sent) > 2)
+
+    def broken(*_: Any) -> list[bytes]:
+        raise RuntimeError("bug")
+
+    assert stream._answers is not None
+    stream._answers.tokens = broken  # type: ignore[method-assign]
+    await until(lambda: bench.engine.cancelled)
+    held, bench.publisher.held = bench.publisher.held or [], None
+    for delivery in held:
+        delivery.set_result(None)
+    await stream.task
+    *tokens, error = bench.events()
+    assert isinstance(error, ErrorEvent) and error.index == len(tokens) == len(held)
 
 
 async def test_a_failure_of_our_own_is_an_error_event() -> None:
