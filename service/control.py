@@ -11,7 +11,7 @@ from aiokafka import AIOKafkaConsumer
 from aiokafka.errors import KafkaError
 
 from plait.schemas import WireError, decode_control, headers
-from plait.service.kafka import connection, say
+from plait.service.kafka import connection, say, step
 from plait.service.metrics import Metrics
 from plait.service.settings import Settings
 from plait.service.telemetry import header_text
@@ -51,7 +51,7 @@ class Control:
                 if self._consumer is None:
                     await self._open(positions)
                     self.ready.set()
-                batch = await self._consumer.getmany(timeout_ms=POLL_MS)
+                batch = await self._poll(positions)
                 failed = 0
             except (KafkaError, OSError) as error:
                 failed += 1
@@ -65,6 +65,14 @@ class Control:
                 for record in records:
                     self._take(record)
                 positions[partition] = records[-1].offset + 1
+
+    async def _poll(self, positions: dict[Any, int]) -> dict[Any, list[Any]]:
+        try:
+            return await self._consumer.getmany(timeout_ms=POLL_MS)  # type: ignore[no-any-return]
+        except UnicodeDecodeError:
+            for partition, offset in positions.items():
+                self._consumer.seek(partition, offset)
+            return (await step(self._consumer, POLL_MS))[0]
 
     async def close(self) -> None:
         consumer, self._consumer = self._consumer, None

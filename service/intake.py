@@ -12,7 +12,7 @@ from aiokafka.coordinator.assignors.sticky.sticky_assignor import StickyPartitio
 from aiokafka.errors import CommitFailedError, ConsumerStoppedError, IllegalStateError, KafkaError
 
 from plait.service.clock import Clock
-from plait.service.kafka import Unreadable, connection, say
+from plait.service.kafka import connection, say, step
 from plait.service.leases import Lease, Partition
 from plait.service.metrics import Metrics
 from plait.service.settings import Settings
@@ -57,6 +57,8 @@ class Intake:
         self._draining = False
         self._closed = False
         self._full = False
+        self._careful = False  # while a record that cannot be decoded is looked for
+        self._astray = False  # with that error aiokafka loses what it had drained of other partitions
         self._held: set[TopicPartition] = set()
         self._polled = clock.monotonic()
         self.in_flight = 0
@@ -67,22 +69,13 @@ class Intake:
         """Poll until `close`. Recovers from every failure of the broker, and says so."""
         self._committer = asyncio.create_task(self._commit_forever(), name="plait-commit")
         failed = 0
-        careful = False
         while not self._closed:
             try:
                 if self._consumer is None:
                     await self._open()
                 self._balance()
-                if careful:
-                    batch, found = await self._poll_singly()
-                    careful = not found
-                else:
-                    room = max(1, self._limits.max_in_flight - self.in_flight)
-                    batch = await self._consumer.getmany(timeout_ms=POLL_MS, max_records=room)
+                batch = await (self._poll_carefully() if self._careful else self._poll())
                 failed = 0
-            except UnicodeDecodeError:
-                careful = True
-                continue
             except (KafkaError, ConsumerStoppedError, OSError) as error:
                 failed += 1
                 log.warning("reading requests, trying again: %s", say(error))
@@ -96,23 +89,31 @@ class Intake:
                 for record in records:
                     self._take(record)
 
-    async def _poll_singly(self) -> tuple[dict[TopicPartition, list[Any]], bool]:
-        """One record per partition. A record that aiokafka cannot decode, and would stop at for ever, is
-        stepped over, and stands in the result as Unreadable; whether there was one is the second value.
-        Those behind it in its batch share its fate: aiokafka decodes a batch from its beginning."""
-        batch: dict[TopicPartition, list[Any]] = {}
-        found = False
-        for tp in self._consumer.assignment() - self._consumer.paused():
-            try:
-                batch |= await self._consumer.getmany(tp, timeout_ms=POLL_MS, max_records=1)
-            except UnicodeDecodeError as error:
-                offset = await self._consumer.position(tp)
-                self._consumer.seek(tp, offset + 1)
-                batch[tp] = [Unreadable(tp.topic, tp.partition, offset, str(error))]
-                found = True
+    async def _poll(self) -> dict[TopicPartition, list[Any]]:
+        room = max(1, self._limits.max_in_flight - self.in_flight)
+        try:
+            return await self._consumer.getmany(timeout_ms=POLL_MS, max_records=room)  # type: ignore[no-any-return]
+        except UnicodeDecodeError:
+            self._careful = self._astray = True
+            return {}
+
+    async def _rewind(self) -> None:
+        """Back to what was taken last."""
+        for tp in self._consumer.assignment() & self._partitions.keys():
+            offset = self._partitions[tp].tracker.next
+            if offset is None:
+                offset = await self._consumer.committed(tp) or 0  # one that is gone: from the beginning
+            self._consumer.seek(tp, offset)
+
+    async def _poll_carefully(self) -> dict[TopicPartition, list[Any]]:
+        if self._astray:
+            await self._rewind()
+            self._astray = False
+        batch, found = await step(self._consumer, POLL_MS)
+        self._careful = not found
         if not batch:
             await asyncio.sleep(POLL_MS / 1000)
-        return batch, found
+        return batch
 
     def stop_reading(self) -> None:
         """Take no further request; polling goes on, so that what is in flight can still be committed."""
@@ -176,7 +177,7 @@ class Intake:
         self.assigned.set()
 
     def _lose(self, partition: Partition) -> None:
-        partition.lost = True
+        self._metrics.lag.clear()  # a lost partition would keep its last value; the others are set again soon
         for lease in list(partition.leases.values()):
             if lease.on_lost is not None:
                 lease.on_lost()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from aiokafka import TopicPartition
 from aiokafka.errors import (
     ClusterAuthorizationFailedError,
     InvalidTopicError,
@@ -41,6 +42,26 @@ class Unreadable:
     key: None = None
     value: None = None
     headers: tuple[tuple[str, bytes | None], ...] = ()
+
+
+async def step(consumer: Any, timeout_ms: int) -> tuple[dict[TopicPartition, list[Any]], bool]:
+    """One record per partition that is not paused, where polling raises UnicodeDecodeError.
+
+    A record that aiokafka cannot decode, and would stop at for ever, is stepped over, and stands in the result
+    as Unreadable; whether there was one is the second value. Those behind it in its batch share its fate:
+    aiokafka decodes a batch from its beginning. Each idle partition takes `timeout_ms`.
+    """
+    batch: dict[TopicPartition, list[Any]] = {}
+    found = False
+    for tp in consumer.assignment() - consumer.paused():
+        try:
+            batch |= await consumer.getmany(tp, timeout_ms=timeout_ms, max_records=1)
+        except UnicodeDecodeError as error:
+            offset = await consumer.position(tp)
+            consumer.seek(tp, offset + 1)
+            batch[tp] = [Unreadable(tp.topic, tp.partition, offset, str(error))]
+            found = True
+    return batch, found
 
 
 def connection(settings: KafkaSettings, role: str) -> dict[str, Any]:

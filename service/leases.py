@@ -18,7 +18,6 @@ class Partition:
         self.tracker = OffsetTracker()
         self.committed: int | None = None
         self.leases: dict[int, Lease] = {}
-        self.lost = False
 
 
 class Lease:

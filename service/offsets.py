@@ -42,6 +42,11 @@ class OffsetTracker:
         return self._position
 
     @property
+    def next(self) -> int | None:
+        """The offset after the last delivered one. None before the first."""
+        return None if self._last < 0 else self._last + 1
+
+    @property
     def unfinished(self) -> int:
         """Deliveries that are not finished."""
         return len(self._open) - len(self._finished)

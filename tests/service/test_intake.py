@@ -12,11 +12,13 @@ from aiokafka.structs import ConsumerRecord
 from plait.service import intake as intake_module
 from plait.service.clock import Clock
 from plait.service.intake import Intake
+from plait.service.kafka import Unreadable
 from plait.service.leases import Lease
 from plait.service.metrics import Metrics
 from plait.service.settings import Settings
 from service_bench import until
 
+POISON = object()  # stands for a record that cannot be decoded
 P0, P1 = TopicPartition("plait.requests", 0), TopicPartition("plait.requests", 1)
 
 
@@ -25,10 +27,11 @@ class FakeConsumer:
 
     def __init__(self, **_: Any) -> None:
         self.log: dict[TopicPartition, list[Any]] = {P0: [], P1: []}
-        self.position: dict[TopicPartition, int] = {}
+        self.at: dict[TopicPartition, int] = {}
         self.commits: list[dict[TopicPartition, tuple[int, str]]] = []
         self.commit_errors: list[Exception] = []
         self.poll_errors: list[Exception] = []
+        self.committed_errors: list[Exception] = []
         self.polls = 0
         self.stopped = False
         self.reassignment_in_progress = False
@@ -47,10 +50,10 @@ class FakeConsumer:
         self.stopped = True
 
     def assignment(self) -> set[TopicPartition]:
-        return set(self.position)
+        return set(self.at)
 
     def is_assigned(self, tp: TopicPartition) -> bool:
-        return tp in self.position
+        return tp in self.at
 
     def paused(self) -> set[TopicPartition]:
         return set(self._paused)
@@ -70,21 +73,37 @@ class FakeConsumer:
         assert set(offsets) <= self.assignment()
         self.commits.append(offsets)
 
-    def committed(self, tp: TopicPartition) -> int:
+    def last_commit(self, tp: TopicPartition) -> int:
         return next((c[tp][0] for c in reversed(self.commits) if tp in c), 0)
 
-    async def getmany(self, timeout_ms: int, max_records: int) -> dict[TopicPartition, list[Any]]:
+    async def committed(self, tp: TopicPartition) -> int | None:
+        if self.committed_errors:
+            raise self.committed_errors.pop(0)
+        return self.last_commit(tp) or None
+
+    async def position(self, tp: TopicPartition) -> int:
+        return self.at[tp]
+
+    def seek(self, tp: TopicPartition, offset: int) -> None:
+        self.at[tp] = offset
+
+    async def getmany(
+        self, *only: TopicPartition, timeout_ms: int, max_records: int
+    ) -> dict[TopicPartition, list[Any]]:
         self.polls += 1
         await asyncio.sleep(0.001)
         if self.poll_errors:
             raise self.poll_errors.pop(0)
         result: dict[TopicPartition, list[Any]] = {}
-        for tp in self.position.keys() - self._paused:
-            start = self.position[tp]
+        for tp in sorted((set(only) or self.at.keys()) - self._paused):
+            start = self.at[tp]
             found = self.log[tp][start : start + max_records]
+            if POISON in found:
+                # As aiokafka does: what was drained of other partitions until now is lost.
+                raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
             if found:
                 max_records -= len(found)
-                self.position[tp] += len(found)
+                self.at[tp] += len(found)
                 result[tp] = found
             if max_records == 0:
                 break
@@ -95,7 +114,7 @@ class FakeConsumer:
     ) -> None:
         await self.listener.on_partitions_revoked(self.assignment())
         self.member_id, self.generation = member, self.generation + generations
-        self.position = {tp: self.committed(tp) for tp in assigned}
+        self.at = {tp: self.last_commit(tp) for tp in assigned}
         self._paused = set()
         await self.listener.on_partitions_assigned(assigned)
 
@@ -113,7 +132,8 @@ class Harness:
         self.taken: list[tuple[Any, Lease]] = []
         self.lost: list[Lease] = []
         self.made: list[FakeConsumer] = []
-        self.intake = Intake(settings, Metrics(), Clock(), self.take, self.make)
+        self.metrics = Metrics()
+        self.intake = Intake(settings, self.metrics, Clock(), self.take, self.make)
         self.task = asyncio.create_task(self.intake.run())
 
     @property
@@ -252,7 +272,7 @@ async def test_what_stays_ours_goes_on_and_is_taken_once(harness: Any) -> None:
     assert len(h.taken) == 5, "a second delivery of what is in flight is recognised"
     mine[2].finish()
     mine[1].finish()
-    await until(lambda: h.consumer.committed(P0) == 3)
+    await until(lambda: h.consumer.last_commit(P0) == 3)
 
 
 @pytest.mark.parametrize("change", [{"member": "m2"}, {"generations": 2}])
@@ -267,7 +287,7 @@ async def test_a_partition_that_somebody_else_may_have_had_starts_anew(harness: 
     await until(lambda: len(h.taken) == 4)
     before[0].finish()
     await h.polls(5)
-    assert h.consumer.committed(P0) == 0, "an old lease cannot finish a new delivery"
+    assert h.consumer.last_commit(P0) == 0, "an old lease cannot finish a new delivery"
 
 
 async def test_commits_at_revocation(harness: Any) -> None:
@@ -323,6 +343,43 @@ async def test_a_consumer_that_keeps_failing_is_replaced(
     await until(lambda: len(h.taken) == 2)
 
 
+async def test_a_record_that_cannot_be_decoded_costs_no_other(
+    harness: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake_module, "RETRY_BACKOFF_S", 0.001)
+    h = harness()
+    await h.intake.assigned.wait()
+    h.consumer.committed_errors = [KafkaConnectionError()]
+    h.consumer.log[P1] += [POISON]
+    h.consumer.produce(P0, 3)
+    h.consumer.produce(P1, 2)
+    await until(lambda: len(h.taken) == 6)
+    taken = {(record.partition, record.offset): record for record, _ in h.taken}
+    assert sorted(taken) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert isinstance(taken[1, 0], Unreadable)
+    h.consumer.log[P1] += [POISON]
+    h.consumer.produce(P0, 1)
+    await until(lambda: len(h.taken) == 8)
+
+
+async def test_a_lost_partition_has_no_lag(harness: Any) -> None:
+    h = harness()
+    await h.intake.assigned.wait()
+    h.consumer.produce(P0, 1)
+    h.consumer.produce(P1, 1)
+    await until(lambda: len(h.taken) == 2)
+    h.finish(0, 1)
+    await until(lambda: lags(h) == {"0", "1"})
+    await h.consumer.rebalance({P1})
+    await h.polls()
+    await until(lambda: lags(h) == {"1"})
+
+
+def lags(h: Any) -> set[str]:
+    (metric,) = h.metrics.lag.collect()
+    return {sample.labels["partition"] for sample in metric.samples}
+
+
 async def test_draining_reads_no_more_but_commits(harness: Any) -> None:
     h = harness()
     await h.intake.assigned.wait()
@@ -334,4 +391,4 @@ async def test_draining_reads_no_more_but_commits(harness: Any) -> None:
     await h.polls(5)
     assert len(h.taken) == 1 and h.consumer.paused() == {P0, P1}
     h.finish(0)
-    await until(lambda: h.consumer.committed(P0) == 1)
+    await until(lambda: h.consumer.last_commit(P0) == 1)
