@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
@@ -333,24 +334,24 @@ class Client:
 
     async def _next(self, request_id: str, inbox: Inbox, limit: float) -> Event:
         deadline = time.monotonic() + limit
-        while True:
+        while inbox.events.empty():
+            self._reader.check()
             until = deadline
             if inbox.gap_since is not None:
                 until = min(until, inbox.gap_since + self._gap_timeout_s)
-            try:
+            left = until - time.monotonic()
+            if left > 0:
                 # Short waits, for a gap can show while this waits.
-                return await asyncio.wait_for(
-                    inbox.events.get(), max(0.0, min(0.25, until - time.monotonic()))
-                )
-            except TimeoutError:
-                if not inbox.events.empty() or time.monotonic() < until:
-                    continue
-            if inbox.gap_since is not None and until < deadline:
+                with contextlib.suppress(TimeoutError):
+                    return await asyncio.wait_for(inbox.events.get(), min(0.25, left))
+            elif until < deadline:
                 raise StreamBroken(
                     f"event {inbox.order.next} of request {request_id} is missing, and has not come"
                     f" within {self._gap_timeout_s:g} s"
                 )
-            raise TimeoutError(f"no event of request {request_id} for {limit:g} s: does a worker run?")
+            else:
+                raise TimeoutError(f"no event of request {request_id} for {limit:g} s: does a worker run?")
+        return inbox.events.get_nowait()
 
     async def _make_topic(self, topic: str) -> None:
         made = NewTopic(topic, 1, 1, topic_configs={"retention.ms": "3600000"})

@@ -73,6 +73,11 @@ class ResponseReader:
         except TimeoutError:
             log.warning("the consumer of responses was left behind: it does not stop")
 
+    def check(self) -> None:
+        """Raises what ended the reading, when something did."""
+        if self._task is not None and self._task.done() and not self._task.cancelled():
+            self._task.result()
+
     def is_open(self, request_id: str) -> bool:
         return request_id in self._inboxes
 

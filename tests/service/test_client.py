@@ -184,6 +184,35 @@ async def test_a_gap_ends_with_an_error_that_names_it(embedded_broker):
         assert text_of(seen) == "a"
 
 
+async def test_a_slow_reader_gets_what_is_before_a_gap(embedded_broker):
+    async with scripted(embedded_broker.bootstrap_servers, gap_timeout_s=0.1) as (client, worker):
+        request_id = await client.submit("x")
+        request = await worker.request()
+        await worker.publish(request, *(tokens(request, n, "abcde"[n]) for n in (0, 1, 3, 4)))
+        stream = client.stream(request_id)
+        seen = [await anext(stream)]
+        await asyncio.sleep(1)
+        with pytest.raises(StreamBroken, match=f"event 2 of request {request_id} is missing"):
+            async with asyncio.timeout(20):
+                async for event in stream:
+                    seen.append(event)
+        assert text_of(seen) == "ab"
+
+
+async def test_a_reader_that_has_died_says_so(embedded_broker, monkeypatch):
+    async with scripted(embedded_broker.bootstrap_servers) as (client, worker):
+        request_id = await client.submit("x")
+        request = await worker.request()
+
+        def broken(record):
+            raise RuntimeError("bug")
+
+        monkeypatch.setattr(client._reader, "_dispatch", broken)
+        await worker.publish(request, tokens(request, 0, "a"))
+        with pytest.raises(RuntimeError, match="bug"):
+            await asyncio.wait_for(collect(client, request_id), 20)
+
+
 async def test_no_event_in_time_is_a_timeout(embedded_broker):
     async with scripted(embedded_broker.bootstrap_servers) as (client, _):
         request_id = await client.submit("x")
