@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from plait.service.chunking import CountTokens, split
-from plait.service.client import RequestFailed, Result
+from plait.service.client import RequestFailed, Result, StreamBroken
 
 BATCH_PRIORITY = 1
 INSTRUCTION = "Summarize the following text in a few plain sentences. Keep names, numbers and results."
@@ -87,7 +87,8 @@ class Summarizer:
             await asyncio.gather(*running, return_exceptions=True)
 
     async def text(self, text: str) -> str:
-        """The summary of one text; raises SummaryFailed, RequestFailed, TimeoutError or ValueError."""
+        """The summary of one text; raises SummaryFailed, RequestFailed, StreamBroken, TimeoutError or
+        ValueError."""
         if not text.strip():
             raise SummaryFailed("there is no text in it")
         parts = await asyncio.to_thread(split, text, self.plan.chunk_tokens, self.count)
@@ -108,7 +109,7 @@ class Summarizer:
             return Outcome(path, error=f"is not UTF-8 (byte {error.start})")
         except OSError as error:
             return Outcome(path, error=error.strerror or str(error))
-        except (SummaryFailed, RequestFailed, TimeoutError, ValueError) as error:
+        except (SummaryFailed, RequestFailed, StreamBroken, TimeoutError, ValueError) as error:
             return Outcome(path, error=str(error))
 
     async def _all(self, parts: list[str]) -> list[str]:

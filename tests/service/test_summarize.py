@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.schemas import Timing, Usage
-from plait.service.client import RequestFailed, Result
+from plait.service.client import RequestFailed, Result, StreamBroken
 from plait.service.summarize import BATCH_PRIORITY, Plan, Summarizer
 from plait.service.token_count import counter, estimate
 
@@ -32,6 +32,8 @@ class FakeClient:
             text = request["messages"][0]["content"].split("\n\n", 1)[1]
             if "poison" in text:
                 raise RequestFailed("internal", "it broke", False, None)
+            if "torn" in text:
+                raise StreamBroken("event 3 is missing")
             if self.failures:
                 raise self.failures.pop(0)
             answer = " ".join(text.split()[: self.answer_words])
@@ -81,7 +83,8 @@ async def test_a_failed_file_is_reported_and_the_others_are_finished(tmp_path):
     (tmp_path / "poison.txt").write_text("fine " * 500 + "poison " + "fine " * 500)
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "empty.txt").write_text(" \n")
-    names = ["good.txt", "missing.txt", "latin.txt", "empty.txt", "poison.txt", "."]
+    (tmp_path / "torn.txt").write_text("torn")
+    names = ["torn.txt", "good.txt", "missing.txt", "latin.txt", "empty.txt", "poison.txt", "."]
     found = await outcomes(
         Summarizer(FakeClient(), words, Plan(chunk_tokens=64)), [tmp_path / n for n in names]
     )
@@ -89,6 +92,7 @@ async def test_a_failed_file_is_reported_and_the_others_are_finished(tmp_path):
     assert found["missing.txt"].error == "No such file or directory"
     assert found["latin.txt"].error == "is not UTF-8 (byte 3)"
     assert found["empty.txt"].error == "there is no text in it"
+    assert found["torn.txt"].error == "event 3 is missing"
     assert found["poison.txt"].error == "internal: it broke"
     assert found[tmp_path.name].error == "Is a directory"
 
