@@ -64,13 +64,19 @@ async def _generate(
     as_json: bool,
 ) -> None:
     from plait.schemas import DoneEvent, TokensEvent
-    from plait.service.client import Client
+    from plait.service.client import Client, StreamBroken
+    from plait.service.commands.connect import kafka_options
     from plait.service.local import brokers_or_local
 
     sections = {"engine": {"model": model}, "topics": {"requests": requests_topic}}
     async with (
         brokers_or_local(bootstrap_servers, sections, _say) as stack,
-        Client(stack.bootstrap_servers, requests_topic=requests_topic, timeout_s=timeout_s) as client,
+        Client(
+            stack.bootstrap_servers,
+            requests_topic=requests_topic,
+            timeout_s=timeout_s,
+            kafka=kafka_options(stack.bootstrap_servers),
+        ) as client,
     ):
         request_id = await client.submit(**request)
         pieces: list[str] = []
@@ -84,7 +90,7 @@ async def _generate(
                             print(event.text, end="", flush=True)
                     elif isinstance(event, DoneEvent):
                         done = event
-        except (asyncio.CancelledError, TimeoutError):
+        except (asyncio.CancelledError, TimeoutError, StreamBroken):
             await client.cancel(request_id)
             raise
         assert done is not None
