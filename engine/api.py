@@ -5,6 +5,7 @@ Times are seconds of `time.monotonic()`, which on one machine is the same clock 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -146,6 +147,7 @@ class RequestRefused(ValueError):
 def check(request: GenerationRequest, model: ModelInfo) -> None:
     """Raise RequestRefused when the model cannot run this request, before any device sees it."""
     sampling, prompt = request.sampling, request.prompt_token_ids
+    check_sampling(sampling)
     if not prompt:
         raise RequestRefused("invalid_request", "prompt", "must hold at least one token")
     if len(prompt) >= model.max_tokens_total:
@@ -164,6 +166,7 @@ def check(request: GenerationRequest, model: ModelInfo) -> None:
         )
     for name, ids in (
         ("prompt_token_ids", prompt),
+        ("output_token_ids", request.output_token_ids),
         ("sampling.logit_bias", sampling.logit_bias),
         ("sampling.stop_token_ids", sampling.stop_token_ids),
     ):
@@ -172,3 +175,23 @@ def check(request: GenerationRequest, model: ModelInfo) -> None:
             raise RequestRefused(
                 "invalid_request", name, f"token id {worst} is outside the vocabulary of {model.vocab_size}"
             )
+
+
+def check_sampling(s: SamplingParams) -> None:
+    """Raise RequestRefused for parameters that mean nothing."""
+    for name, right, rule in (
+        ("max_tokens", s.max_tokens is None or s.max_tokens >= 1, "must be at least 1"),
+        ("min_tokens", s.min_tokens >= 0, "must not be negative"),
+        ("temperature", 0 <= s.temperature < math.inf, "must be finite and not negative"),
+        ("top_p", 0 < s.top_p <= 1, "must be in (0, 1]"),
+        ("min_p", 0 <= s.min_p <= 1, "must be in [0, 1]"),
+        ("presence_penalty", math.isfinite(s.presence_penalty), "must be finite"),
+        ("frequency_penalty", math.isfinite(s.frequency_penalty), "must be finite"),
+        ("repetition_penalty", 0 < s.repetition_penalty < math.inf, "must be finite and above 0"),
+        ("logit_bias", all(bias < math.inf for bias in s.logit_bias.values()), "must hold numbers"),
+        ("seed", -(2**63) <= s.seed < 2**64, "must fit into 64 bits"),
+        ("logprobs", s.logprobs is None or s.logprobs >= 0, "must not be negative"),
+        ("stop", all(s.stop), "must not hold an empty string"),
+    ):
+        if not right:
+            raise RequestRefused("invalid_request", f"sampling.{name}", rule)

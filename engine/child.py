@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import socket
@@ -33,10 +34,8 @@ def main() -> int:
         return 1
     link.send(["ready", asdict(engine.model)])
     engine.on_admit = lambda seqs: link.send(["running", [s.id for s in seqs]])
-    try:
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         serve(engine, link)
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        pass
     return 0
 
 
@@ -62,12 +61,12 @@ def handle(engine: Engine, message: list[Any]) -> list[list[Any]]:
     if message[0] == "add":
         request = request_in(message[1])
         try:
-            engine.add(request)
+            over = engine.add(request)
         except RequestRefused as error:
             seq = Sequence.of(request, time.monotonic())
             seq.reason, seq.message = "error", str(error)
             return [[seq.id, [], None, finish(seq)]]
-        return []
+        return [row(over)] if over else []
     cancelled = engine.cancel(message[1], stopped=message[2])
     return [] if cancelled is None else [[cancelled.id, [], None, finish(cancelled)]]
 

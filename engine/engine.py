@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from plait.engine.api import (
@@ -22,6 +23,7 @@ from plait.engine.block_manager import BlockManager
 from plait.engine.config import EngineConfig
 from plait.engine.loader import eos_ids, load
 from plait.engine.policy import make_policy
+from plait.engine.pool import OutOfMemory
 from plait.engine.runner import Runner
 from plait.engine.sampler import Sampler
 from plait.engine.scheduler import Scheduler
@@ -56,10 +58,16 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.clock = clock
-        self.max_waiting = config.max_waiting
+        # As many as the parent lets in: after a crash all of them come back at once, and all wait.
+        self.max_in_flight = config.max_running + config.max_waiting
         model = model if model is not None else load(config)
         self.eos = eos_ids(model)
         self.runner = Runner(model, config)
+        if self.runner.max_tokens_total < 2:
+            raise ValueError(
+                f"sequences of {self.runner.max_tokens_total} tokens leave no room for an answer: raise max_model_len, "
+                "num_blocks or kv_cache_bytes"
+            )
         size = model.config.get_text_config().vocab_size
         self.model = ModelInfo(
             name=config.model,
@@ -84,18 +92,27 @@ class Engine:
         self.on_admit: Callable[[list[Sequence]], None] = lambda seqs: None
         self.seqs: dict[str, Sequence] = {}
 
-    def add(self, request: GenerationRequest) -> None:
-        """Queue a request. Raises RequestRefused when it can never run."""
+    def add(self, request: GenerationRequest) -> Progress | None:
+        """Queue a request. Raises RequestRefused when it can never run.
+
+        What an earlier run generated may be all there is to generate: then gives the end, and nothing runs.
+        """
         if request.request_id in self.seqs:
             raise RequestRefused(
                 "invalid_request", "request_id", f"{request.request_id!r} is already running"
             )
         check(request, self.model)
-        if len(self.scheduler.waiting) >= self.max_waiting:
-            raise RequestRefused("overloaded", "max_waiting", f"{self.max_waiting} requests are waiting already")
+        if len(self.seqs) >= self.max_in_flight:
+            raise RequestRefused(
+                "overloaded", "max_waiting", f"{len(self.seqs)} requests are in flight already"
+            )
         seq = Sequence.of(request, self.clock())
         self.seqs[seq.id] = seq
         self.scheduler.add(seq)
+        if seq.output_len and (reason := self._ending(seq)):
+            self._finish(seq, reason)
+            return Progress(seq)
+        return None
 
     def cancel(self, request_id: str, stopped: bool = False) -> Sequence | None:
         """End a request in whatever state it is, as cancelled, or as stopped when its text met a stop string."""
@@ -115,10 +132,10 @@ class Engine:
         if self.scheduler.admitted:
             self.on_admit(self.scheduler.admitted)
         logits = self.runner.run(chunks)
+        self.counters.prompt_tokens += sum(c.prompt_tokens for c in chunks)
         self.scheduler.advance(chunks)
         self.counters.iterations += 1
         sampling = [c.seq for c in chunks if c.seq.remaining == 0]
-        self.counters.prompt_tokens += sum(c.count for c in chunks) - len(sampling)
         if not sampling:
             return []
         tokens, logprobs = self.sampler.draw(logits, sampling)
@@ -136,13 +153,18 @@ class Engine:
         seq.tokens.append(token)
         if seq.timeline.first_token is None:
             seq.timeline.first_token = now
-        s = seq.sampling
+        if reason := self._ending(seq):
+            self._finish(seq, reason)
+        return Progress(seq, token, logprob)
+
+    def _ending(self, seq: Sequence) -> FinishReason | None:
+        """Why a sequence ends with its last token, if it does."""
+        s, token = seq.sampling, seq.tokens[-1]
         ended = (token in self.eos and not s.ignore_eos) or token in s.stop_token_ids
         if ended and seq.output_len >= s.min_tokens:
-            self._finish(seq, "stop")
-        elif seq.output_len == s.max_tokens or len(seq.tokens) >= self.model.max_tokens_total:
-            self._finish(seq, "length")
-        return Progress(seq, token, logprob)
+            return "stop"
+        full = s.max_tokens is not None and seq.output_len >= s.max_tokens
+        return "length" if full or len(seq.tokens) >= self.model.max_tokens_total else None
 
     def _finish(self, seq: Sequence, reason: FinishReason, message: str | None = None) -> None:
         self.scheduler.finish(seq, reason, message)
@@ -150,9 +172,18 @@ class Engine:
 
     def warm_up(self) -> None:
         """Run a prompt as long as one iteration allows and one token after it: what is compiled lazily is compiled
-        now, and what does not fit into memory fails now."""
-        length = min(self.scheduler.token_budget, self.model.max_tokens_total - 2)
-        self.generate([GenerationRequest("warm-up", [0] * length, SamplingParams(max_tokens=2, ignore_eos=True))])
+        now, and what does not fit into memory fails now. Raises OutOfMemory."""
+        total = self.model.max_tokens_total
+        length = max(1, min(self.scheduler.token_budget, total - 2))
+        sampling = SamplingParams(max_tokens=min(2, total - length), ignore_eos=True)
+        try:
+            self.generate([GenerationRequest("warm-up", [0] * length, sampling)])
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(
+                f"an iteration of {length} tokens does not fit beside the KV pool: set num_blocks to at most "
+                f"{self.model.num_blocks * 3 // 4} (now {self.model.num_blocks}), or token_budget to "
+                f"{self.scheduler.token_budget // 2} (now {self.scheduler.token_budget}); the device said: {error}"
+            ) from error
         self.counters = Counters()
 
     def stats(self) -> EngineStats:
@@ -172,7 +203,8 @@ class Engine:
         """Run requests to their ends; gives the generated ids by request id."""
         done: dict[str, list[int]] = {}
         for request in requests:
-            self.add(request)
+            if self.add(request):
+                done[request.request_id] = list(request.output_token_ids)
         while self.has_work():
             for progress in self.step():
                 if progress.seq.status is Status.FINISHED:

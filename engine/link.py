@@ -46,13 +46,16 @@ class Link:
     def __init__(self, sock: socket.socket):
         self.sock = sock
         self.buffer = bytearray()
+        # Not select: the parent may hold so many files that ours has a number above its limit.
+        self.poll = select.poll()
+        self.poll.register(sock, select.POLLIN)
 
     def send(self, message: list[Any]) -> None:
         self.sock.sendall(pack(message))
 
     def receive(self, wait: float) -> list[list[Any]]:
         """All messages that have arrived; waits up to `wait` seconds for a first one. Raises EOFError at the end."""
-        while select.select([self.sock], [], [], wait)[0]:
+        while self.poll.poll(wait * 1000):
             data = self.sock.recv(1 << 20)
             if not data:
                 raise EOFError("the parent is gone")

@@ -14,26 +14,25 @@ import os
 import socket
 import sys
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from plait.engine.api import (
     EngineStats,
-    Finish,
     GenerationRequest,
     ModelInfo,
     OnOutput,
-    Output,
     RequestRefused,
     Timeline,
-    TokenLogprob,
     check,
 )
 from plait.engine.config import EngineConfig
 from plait.engine.link import HEADER, pack, request_out, unpack
+from plait.engine.live import Live
 from plait.engine.models import resolve
 from plait.engine.text import TextStream
 from plait.engine.tokenizer import Tokenizer
+from plait.engine.trials import Trials
 
 log = logging.getLogger(__name__)
 START_ATTEMPTS = 3
@@ -42,19 +41,6 @@ STOP_SECONDS = 5.0
 
 class EngineFailed(RuntimeError):
     """The engine cannot be started, or not be brought back; the message says why."""
-
-
-@dataclass(slots=True)
-class Live:
-    """A request between submission and finish."""
-
-    request: GenerationRequest
-    on_output: OnOutput
-    text: TextStream
-    timeline: Timeline
-    produced: list[int] = field(default_factory=list)
-    running: bool = False
-    crashes: int = 0
 
 
 class EngineProcess:
@@ -67,6 +53,7 @@ class EngineProcess:
         self.ready = False
         self.restarts = 0
         self.live: dict[str, Live] = {}
+        self._trials = Trials(config.max_restarts)
         self._stopping = False
         self._child: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -76,15 +63,11 @@ class EngineProcess:
         """Load the model and come up. Raises EngineFailed, ModelUnavailable."""
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._path = await asyncio.to_thread(resolve, self.config.model)
-        opening = asyncio.ensure_future(self._spawn())
         try:
             self.tokenizer = await asyncio.to_thread(Tokenizer, self._path)
-        finally:
-            reader = await opening
-        # The output matrix is often padded beyond the tokens there are.
-        self.model = replace(
-            self.model, vocab_size=min(self.model.vocab_size, self.tokenizer.vocab_size), name=self.config.model
-        )
+        except Exception as error:
+            raise EngineFailed(f"the tokenizer of {self.config.model} cannot be loaded: {error}") from error
+        reader = await self._spawn()
         self._tasks = [asyncio.create_task(self._supervise(reader)), asyncio.create_task(self._watch())]
 
     async def stop(self) -> None:
@@ -93,93 +76,128 @@ class EngineProcess:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._child and self._child.returncode is None:
-            self._send(["stop"])
-            try:
-                await asyncio.wait_for(self._child.wait(), STOP_SECONDS)
-            except TimeoutError:
-                self._child.kill()
-                await self._child.wait()
-        if self._writer:
-            self._writer.close()
+        self._send(["stop"])
+        await self._reap(STOP_SECONDS if self.ready else 0.0)
         self.ready = False
 
     def submit(self, request: GenerationRequest, on_output: OnOutput) -> None:
         """Queue a request; `on_output` gets its outputs, the last one with a finish. Raises RequestRefused."""
+        if self.failed.done() or self._stopping:
+            raise RequestRefused("internal", "engine", "is not running any more")
         if request.request_id in self.live:
-            raise ValueError(f"request id {request.request_id!r} is in flight")
+            raise RequestRefused("invalid_request", "request_id", f"{request.request_id!r} is in flight")
         check(request, self.model)
         if len(self.live) >= self.config.max_running + self.config.max_waiting:
-            raise RequestRefused("overloaded", "max_waiting", f"{len(self.live)} requests are in flight already")
+            raise RequestRefused(
+                "overloaded", "max_waiting", f"{len(self.live)} requests are in flight already"
+            )
         if not request.arrival:
             request.arrival = time.monotonic()
         text = TextStream(self.tokenizer, request.sampling, request.prompt_token_ids)
         for token in request.output_token_ids:
             text.push(token)
         live = Live(request, on_output, text, Timeline(request.arrival), list(request.output_token_ids))
-        self.live[request.request_id] = live
-        self._send(["add", request_out(request)])
+        self.live[live.id] = live
+        # While the engine is down nothing is lost: it gets all live requests when it is back.
+        if self.ready and self._trials.admits(live):
+            self._give(live)
 
     def cancel(self, request_id: str) -> None:
         """End a request early; it then finishes as cancelled. Unknown ids are ignored."""
         live = self.live.get(request_id)
         if live is None:
             return
-        if self.ready:
+        live.cancelled = True
+        if self.ready and live.sent:
             self._send(["cancel", request_id, False])
         else:
             self._end(live, "cancelled")
+            self._give_next()
 
     async def _spawn(self) -> asyncio.StreamReader:
+        """Start the process and wait until it has loaded the model. Raises EngineFailed."""
         ours, theirs = socket.socketpair()
-        with theirs:
-            config = asdict(replace(self.config, model=str(self._path)))
-            self._child = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "plait.engine.child", str(theirs.fileno()), json.dumps(config)),
-                pass_fds=[theirs.fileno()],
-                stdin=asyncio.subprocess.DEVNULL,
-                env=environment(self.config),
-                # Ctrl-C is for the parent, which then drains: the engine must outlive it.
-                start_new_session=True,
-            )
-        reader, self._writer = await asyncio.open_connection(sock=ours)
+        vocab_size = self.config.vocab_size or self.tokenizer.vocab_size
+        config = asdict(replace(self.config, model=str(self._path), vocab_size=vocab_size))
+        self._child = self._writer = None
         try:
+            with theirs:
+                self._child = await asyncio.create_subprocess_exec(
+                    *(
+                        sys.executable,
+                        "-P",
+                        "-m",
+                        "plait.engine.child",
+                        str(theirs.fileno()),
+                        json.dumps(config),
+                    ),
+                    pass_fds=[theirs.fileno()],
+                    stdin=asyncio.subprocess.DEVNULL,
+                    env=environment(self.config),
+                    # Ctrl-C is for the parent, which then drains: the engine must outlive it.
+                    start_new_session=True,
+                )
+            reader, self._writer = await asyncio.open_connection(sock=ours)
             kind, payload = await receive(reader)
-        except asyncio.IncompleteReadError:
-            code = await self._child.wait()
-            raise EngineFailed(f"the engine process ended with code {code} while it loaded the model") from None
+        except (asyncio.IncompleteReadError, OSError) as error:
+            if self._child is None:
+                ours.close()
+                raise EngineFailed(f"the engine process cannot be started: {error}") from error
+            code = await self._reap(STOP_SECONDS)
+            raise EngineFailed(
+                f"the engine process ended with code {code} while it loaded the model"
+            ) from None
+        except BaseException:
+            if self._writer is None:
+                ours.close()
+            await self._reap(0.0)
+            raise
         if kind == "failed":
-            await self._child.wait()
+            await self._reap(STOP_SECONDS)
             raise EngineFailed(payload)
-        self.model = ModelInfo(**payload)
+        self.model = replace(ModelInfo(**payload), name=self.config.model)
         self.heartbeat = time.monotonic()
         self.ready = True
         return reader
 
+    async def _reap(self, patience: float) -> int | None:
+        """Close the link, which ends the process, and make sure that it has ended. Gives its exit code."""
+        if self._writer:
+            self._writer.close()
+        if self._child is None:
+            return None
+        try:
+            return await asyncio.wait_for(self._child.wait(), patience)
+        except TimeoutError:
+            if self._child.returncode is None:
+                self._child.kill()
+            return await self._child.wait()
+
     async def _supervise(self, reader: asyncio.StreamReader) -> None:
         while True:
-            try:
-                while True:
-                    self._receive(await receive(reader))
-            except (asyncio.IncompleteReadError, ConnectionError):
-                self.ready = False
-            assert self._child is not None and self._writer is not None
-            self._writer.close()
-            code = await self._child.wait()
+            await self._listen(reader)
+            self.ready = False
+            code = await self._reap(STOP_SECONDS)
             log.error("the engine process ended with code %s; starting it again", code)
             self._crashed()
             try:
                 reader = await self._respawn()
-            except EngineFailed as error:
-                for live in list(self.live.values()):
-                    self._end(live, "error", "internal", f"the engine cannot be brought back: {error}")
-                self.failed.set_exception(error)
-                # Whoever watches `failed` is told; asyncio need not warn as well.
-                self.failed.exception()
+            except Exception as error:
+                log.error("the engine cannot be brought back: %s", error)
+                self._fail(error)
                 return
 
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        """Until the process ends, or says what nobody understands."""
+        try:
+            while True:
+                self._receive(await receive(reader))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        except Exception:
+            log.exception("the engine process cannot be understood")
+
     async def _respawn(self) -> asyncio.StreamReader:
-        vocab_size = self.model.vocab_size
         for attempt in range(1, START_ATTEMPTS + 1):
             try:
                 reader = await self._spawn()
@@ -189,24 +207,32 @@ class EngineProcess:
                 if attempt == START_ATTEMPTS:
                     raise
                 await asyncio.sleep(attempt)
-        self.model = replace(self.model, vocab_size=vocab_size, name=self.config.model)
         self.restarts += 1
+        now = time.monotonic()
         for live in self.live.values():
-            live.timeline.restarts.append(time.monotonic())
-            self._send(["add", request_out(replace(live.request, output_token_ids=list(live.produced)))])
+            live.timeline.restarts.append(now)
+        for live in self._trials.restart(self.live.values()):
+            self._give(live)
         return reader
 
     def _crashed(self) -> None:
-        """Count the crash against those who were running; the ones that were in too many end here."""
+        """End what needs no engine any more, and what has been running in too many crashes."""
+        blamed = self._trials.blame(self.live.values())
         for live in list(self.live.values()):
             if live.text.stopped:
                 self._end(live, "stop")
-                continue
-            live.crashes += live.running
-            live.running = False
-            if live.crashes > self.config.max_restarts:
-                message = f"the engine process died {live.crashes} times while it ran this request"
-                self._end(live, "error", "internal", message)
+            elif live.cancelled:
+                self._end(live, "cancelled")
+        for live in blamed:
+            message = f"the engine process died {live.crashes} times while it ran this request"
+            self._end(live, "error", "internal", message)
+
+    def _fail(self, error: Exception) -> None:
+        for live in list(self.live.values()):
+            self._end(live, "error", "internal", f"the engine cannot be brought back: {error}")
+        self.failed.set_exception(error)
+        # Whoever watches `failed` is told; asyncio need not warn as well.
+        self.failed.exception()
 
     def _receive(self, message: list[Any]) -> None:
         self.heartbeat = time.monotonic()
@@ -219,77 +245,56 @@ class EngineProcess:
         self.stats = EngineStats(**{**stats, "restarts": self.restarts})
         for request_id, tokens, logprob, finish in rows:
             if live := self.live.get(request_id):
-                try:
-                    self._advance(live, tokens, logprob, finish)
-                except Exception:
-                    log.exception("the output of request %s cannot be delivered", request_id)
+                self._advance(live, tokens, logprob, finish)
+        self._give_next()
 
-    def _advance(self, live: Live, tokens: list[int], logprob: list[Any] | None, finish: list[Any] | None) -> None:
-        if live.text.stopped:
-            tokens = []
-        text = ""
-        for token in tokens:
-            live.produced.append(token)
-            live.crashes = 0
-            if not (finish and finish[0] == "stop" and not live.request.sampling.include_stop_str_in_output):
-                text += live.text.push(token)
-            if live.timeline.first_token is None:
-                live.timeline.first_token = time.monotonic()
-        if live.text.stopped and finish is None and tokens:
-            self._send(["cancel", live.request.request_id, True])
-        details = None
-        if logprob and tokens:
-            token, value, top = logprob
-            details = [TokenLogprob(token, value, [(i, p) for i, p in top])]
+    def _advance(
+        self, live: Live, tokens: list[int], logprob: list[Any] | None, finish: list[Any] | None
+    ) -> None:
+        stopped = live.text.stopped
         if finish:
-            self._close(live, tokens, text, details, finish)
-        elif tokens:
-            live.on_output(Output(live.request.request_id, tokens, text, details))
+            del self.live[live.id]
+        try:
+            live.advance(tokens, logprob, finish)
+        except Exception as error:
+            log.exception("the output of request %s cannot be turned into text", live.id)
+            self._send(["cancel", live.id, False])
+            self._end(live, "error", "internal", f"the output cannot be turned into text: {error}")
+            return
+        self._trials.passed(live)
+        if live.text.stopped and not stopped and not live.over:
+            self._send(["cancel", live.id, True])
 
-    def _close(
-        self, live: Live, tokens: list[int], text: str, details: list[TokenLogprob] | None, finish: list[Any]
-    ) -> None:
-        reason, message, scheduled, first, finished, preemptions, cached = finish
-        t = live.timeline
-        t.scheduled = t.scheduled or scheduled
-        t.first_token = min((x for x in (t.first_token, first) if x is not None), default=None)
-        t.finished = finished or time.monotonic()
-        t.preemptions += preemptions
+    def _end(self, live: Live, reason: Any, code: str | None = None, message: str | None = None) -> None:
+        self.live.pop(live.id, None)
+        live.end(reason, code, message)
+
+    def _give(self, live: Live) -> None:
+        """Hand a request to the engine."""
+        live.sent = True
+        self._send(["add", request_out(live.resumed())])
         if live.text.stopped:
-            reason = "stop"
-        code = "internal" if reason == "error" else None
-        self._end(live, reason, code, message, tokens, text, details, cached)
+            self._send(["cancel", live.id, True])
 
-    def _end(
-        self,
-        live: Live,
-        reason: Any,
-        code: str | None = None,
-        message: str | None = None,
-        tokens: list[int] | None = None,
-        text: str = "",
-        details: list[TokenLogprob] | None = None,
-        cached: int = 0,
-    ) -> None:
-        request = live.request
-        del self.live[request.request_id]
-        live.timeline.finished = live.timeline.finished or time.monotonic()
-        finish = Finish(
-            reason, live.timeline, len(request.prompt_token_ids), len(live.produced), cached, code, message
-        )
-        live.on_output(Output(request.request_id, tokens or [], text + live.text.finish(), details, finish))
+    def _give_next(self) -> None:
+        if self.ready:
+            for live in self._trials.next():
+                self._give(live)
 
     async def _watch(self) -> None:
         """Kill an engine that has gone silent: what follows is what follows any crash."""
+        seen, silent = self.heartbeat, 0
         while True:
             await asyncio.sleep(1.0)
-            silent = time.monotonic() - self.heartbeat
-            if self.ready and silent > self.config.stall_seconds and self._child:
-                log.error("the engine process has been silent for %.0f s and is killed", silent)
+            # Counted, not subtracted: when this process itself could not run, the engine's word may be unread.
+            silent = silent + 1 if self.ready and self.heartbeat == seen else 0
+            seen = self.heartbeat
+            if silent > self.config.stall_seconds and self._child and self._child.returncode is None:
+                log.error("the engine process has been silent for %d s and is killed", silent)
                 self._child.kill()
+                silent = 0
 
     def _send(self, message: list[Any]) -> None:
-        # While the engine is down nothing is lost: it gets all live requests when it is back.
         if self.ready and self._writer is not None:
             self._writer.write(pack(message))
 

@@ -67,6 +67,11 @@ class Chunk:
     count: int
 
     @property
+    def prompt_tokens(self) -> int:
+        """How many of them belong to the prompt."""
+        return max(0, min(self.count, self.seq.prompt_len - self.seq.computed))
+
+    @property
     def samples(self) -> bool:
         """Whether the last known token is in the chunk, so that a next one can be drawn."""
         return self.seq.computed + self.count == len(self.seq.tokens)
