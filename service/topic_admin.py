@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
-from aiokafka.errors import KafkaConnectionError, NoError, TopicAlreadyExistsError, for_code
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.errors import KafkaConnectionError, UnknownTopicOrPartitionError, for_code
 
 from plait.service.client import OWN_PREFIX, BrokersUnreachable
 from plait.service.settings import TopicSettings
+from plait.service.topics import create_own
 
 _LAST_RECORDS_S = 5.0
 
@@ -93,19 +94,8 @@ async def report(kafka: Mapping[str, Any], settings: TopicSettings, group_id: st
 
 async def create_fixed(kafka: Mapping[str, Any], settings: TopicSettings) -> list[str]:
     """Make the requests, control and dead-letter topics that are missing; returns those made."""
-    wanted = {settings.requests: settings.request_partitions, settings.control: 1, settings.dlq: 1}
-    made = []
     async with admin(kafka) as client:
-        # Not every broker knows a default replication factor.
-        replication = settings.replication_factor if settings.replication_factor > 0 else 1
-        answer = await client.create_topics([NewTopic(n, p, replication) for n, p in wanted.items()])
-        for name, code, *_ in answer.topic_errors:
-            error = for_code(code)
-            if error is NoError:
-                made.append(name)
-            elif error is not TopicAlreadyExistsError:
-                raise error(f"topic {name} could not be made")
-    return made
+        return await create_own(client, settings)
 
 
 async def remove_expired(
@@ -120,7 +110,8 @@ async def remove_expired(
         async with admin(kafka) as client:
             answer = await client.delete_topics(old)
             for name, code in answer.topic_error_codes:
-                if code:
+                # A worker removes them too.
+                if code not in (0, UnknownTopicOrPartitionError.errno):
                     raise for_code(code)(f"topic {name} could not be deleted")
     return old
 

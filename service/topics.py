@@ -21,9 +21,11 @@ from aiokafka.protocol.metadata import MetadataRequest
 from plait.service.kafka import connection, say
 from plait.service.metrics import Metrics
 from plait.service.publisher import MAX_REQUEST_BYTES, PublishFailed
-from plait.service.settings import Settings
+from plait.service.settings import Settings, TopicSettings
 
 log = logging.getLogger(__name__)
+
+Wanted = dict[str, tuple[int, dict[str, str]]]  # partitions and configuration by name
 
 KNOWN_TOPICS = 10_000
 RETRY_BACKOFF_S = 0.5
@@ -56,7 +58,7 @@ class Topics:
             raise
         self.admin = admin
         if self._settings.create:
-            await self._create_own()
+            await create_own(admin, self._settings)
 
     async def stop(self) -> None:
         if self._making is not None:
@@ -98,49 +100,47 @@ class Topics:
         """The topic may be gone: ask the broker again before the next use."""
         self._known.pop(topic, None)
 
-    async def _create_own(self) -> None:
-        own: dict[str, tuple[int, dict[str, str]]] = {
-            self._settings.requests: (self._settings.request_partitions, {}),
-            self._settings.control: (1, {}),
-            # A dead letter is a message as large as a broker takes, and headers.
-            self._settings.dlq: (1, {"max.message.bytes": str(MAX_REQUEST_BYTES)}),
-        }
-        for topic, (error, text) in (await self._create(own)).items():
-            if error not in (NoError, TopicAlreadyExistsError):
-                raise error(f"topic {topic} could not be made: {text}")
-
     async def _make_wanted(self) -> None:
         while self._wanted:
             batch = list(self._wanted)
             try:
                 results = await self._settle(batch)
-            except (KafkaError, TimeoutError, AttributeError) as error:
+            except (KafkaError, OSError, AttributeError) as error:
                 # aiokafka's admin client has no controller to ask while it reconnects: an AttributeError.
                 log.warning("making response topics, trying again: %s", say(error))
-                await asyncio.sleep(RETRY_BACKOFF_S)
-                continue
+                results = {}
+            except Exception as error:
+                log.exception("making response topics")
+                results = dict.fromkeys(batch, say(error))
             for topic, problem in results.items():
-                future = self._wanted.pop(topic)
-                if problem is None:
-                    self._remember(topic)
-                if future.done():
-                    continue
-                if problem is None:
-                    future.set_result(None)
-                else:
-                    future.set_exception(TopicUnavailable(f"response topic {topic}: {problem}"))
-                    future.exception()
+                self._answer(topic, problem)
+            if len(results) < len(batch):
+                await asyncio.sleep(RETRY_BACKOFF_S)
+
+    def _answer(self, topic: str, problem: str | None) -> None:
+        future = self._wanted.pop(topic)
+        if problem is None:
+            self._remember(topic)
+        if future.done():
+            return
+        if problem is None:
+            future.set_result(None)
+        else:
+            future.set_exception(TopicUnavailable(f"response topic {topic}: {problem}"))
+            future.exception()
 
     async def _settle(self, topics: list[str]) -> dict[str, str | None]:
-        """Per topic None when it exists now, or why it does not."""
+        """Per topic None when it exists now, or why it does not; without those to be asked for again."""
         retention = {"retention.ms": str(self._settings.response_retention_ms)}
-        wanted: dict[str, tuple[int, dict[str, str]]] = {}
+        wanted: Wanted = {}
         for topic in topics:
             if self.is_per_request(topic):
                 wanted[topic] = (1, retention)
             elif self._settings.create_named_responses:
                 wanted[topic] = (1, {})
-        errors = await self._create(wanted) if wanted else {}
+        errors: dict[str, tuple[Any, str]] = {}
+        if wanted:
+            errors, self._replication = await create(self.admin, wanted, self._replication)
         results: dict[str, str | None] = {}
         for topic in topics:
             error, _ = errors.get(topic, (None, ""))
@@ -156,26 +156,11 @@ class Topics:
             if state is NoError:
                 results[topic] = None
             elif error.retriable and error is not UnknownTopicOrPartitionError:
-                raise error(f"topic {topic}")
+                log.warning("response topic %s is not there yet: %s", topic, error.__name__)
             else:
                 missing = error is UnknownTopicOrPartitionError
                 results[topic] = "does not exist" if missing else f"{error.__name__} {text}".strip()
         return results
-
-    async def _create(self, topics: dict[str, tuple[int, dict[str, str]]]) -> dict[str, tuple[Any, str]]:
-        """Error classes and the broker's words by topic."""
-        wanted = []
-        for name, (partitions, config) in topics.items():
-            topic = NewTopic(name, partitions, 1, topic_configs=config)
-            topic.replication_factor = self._replication  # the constructor takes no -1, brokers do (KIP-464)
-            wanted.append(topic)
-        response = await self.admin.create_topics(wanted)
-        errors = {name: (for_code(code), text or "") for name, code, text in response.topic_errors}
-        if self._replication < 0 and any(e is InvalidReplicationFactorError for e, _ in errors.values()):
-            log.info("the broker knows no default replication factor: making topics with one replica")
-            self._replication = 1
-            return await self._create(topics)
-        return errors
 
     async def _existing(self, topics: list[str]) -> dict[str, Any]:
         """Error classes by topic, without making the broker create any."""
@@ -186,3 +171,34 @@ class Topics:
         self._known[topic] = None
         while len(self._known) > KNOWN_TOPICS:
             self._known.popitem(last=False)
+
+
+async def create(admin: Any, topics: Wanted, replication: int) -> tuple[dict[str, tuple[Any, str]], int]:
+    """Error classes and the broker's words by topic, and the replication factor that the broker took."""
+    wanted = []
+    for name, (partitions, config) in topics.items():
+        topic = NewTopic(name, partitions, 1, topic_configs=config)
+        topic.replication_factor = replication  # the constructor takes no -1, brokers do (KIP-464)
+        wanted.append(topic)
+    response = await admin.create_topics(wanted)
+    errors = {name: (for_code(code), text or "") for name, code, text in response.topic_errors}
+    if replication < 0 and any(error is InvalidReplicationFactorError for error, _ in errors.values()):
+        log.info("the broker knows no default replication factor: making topics with one replica")
+        return await create(admin, topics, 1)
+    return errors, replication
+
+
+async def create_own(admin: Any, settings: TopicSettings) -> list[str]:
+    """Make the requests, control and dead-letter topics that are missing; returns those made. Raises
+    KafkaError."""
+    own: Wanted = {
+        settings.requests: (settings.request_partitions, {}),
+        settings.control: (1, {}),
+        # A dead letter is a message as large as a broker takes, and headers.
+        settings.dlq: (1, {"max.message.bytes": str(MAX_REQUEST_BYTES)}),
+    }
+    errors, _ = await create(admin, own, settings.replication_factor)
+    for topic, (error, text) in errors.items():
+        if error not in (NoError, TopicAlreadyExistsError):
+            raise error(f"topic {topic} could not be made: {text}")
+    return [topic for topic, (error, _) in errors.items() if error is NoError]
