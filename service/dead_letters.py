@@ -58,16 +58,10 @@ class DeadLetters:
                 self._metrics.publish_errors.labels(retried="yes").inc()
                 log.error("the dead letter was not delivered, trying again: %s", say(error))
                 if producer is not None:
-                    await self._renew(producer)
+                    await self._publisher.renew(producer)
                 if too_large and value is not None:
                     headers.append((VALUE_OMITTED, str(len(value)).encode()))
                     value = None
                 else:
                     await asyncio.sleep(RETRY_BACKOFF_S)
         self._metrics.dead_letters.labels(reason=kind).inc()
-
-    async def _renew(self, producer: Any) -> None:
-        try:
-            await self._publisher.renew(producer)
-        except KafkaError as error:
-            log.warning("no new producer yet: %s", say(error))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,11 +74,16 @@ class Publisher:
         return producer, await producer.send(topic, value, key=key, headers=headers)
 
     async def renew(self, failed: Any) -> None:
-        """Replace the producer that failed; does nothing when that was done already."""
+        """Replace the producer that failed; does nothing when that was done already, or when no broker takes
+        a new one yet."""
         async with self._renewing:
             if self._producer is not failed:
                 return
-            fresh = await self._new_producer()
+            try:
+                fresh = await self._new_producer()
+            except KafkaError as error:
+                log.warning("no new producer yet: %s", say(error))
+                return
             self._producer = fresh
             for topic in [*self._users, *self._idle]:
                 fresh.client.add_topic(topic)
@@ -109,10 +114,14 @@ class Publisher:
         if forget:
             self._drop(topic)
 
-    def forget_sequences(self, topic: str) -> None:
-        """The topic is gone: drop the sequence numbers that the producer keeps for it."""
-        sequences = self._producer._txn_manager._sequence_numbers
-        for partition in [tp for tp in sequences if tp.topic == topic]:
+    def in_use(self, topic: str) -> bool:
+        """Whether a request is going to publish to this topic."""
+        return topic in self._users
+
+    def forget_sequences(self, topics: Iterable[str]) -> None:
+        """These topics are gone: drop the sequence numbers that the producer keeps for them."""
+        sequences, gone = self._producer._txn_manager._sequence_numbers, set(topics)
+        for partition in [tp for tp in sequences if tp.topic in gone]:
             del sequences[partition]
 
     def _drop(self, topic: str) -> None:
@@ -257,7 +266,7 @@ class Outbox:
             if isinstance(error, PERMANENT):
                 self._metrics.publish_errors.labels(retried="no").inc()
                 if first.producer is not None:
-                    await self._renew(first.producer)
+                    await self._publisher.renew(first.producer)
                 raise PublishFailed(f"{self.topic} refused an event: {say(error)}") from error
             self._metrics.publish_errors.labels(retried="yes").inc()
             log.warning(
@@ -266,18 +275,12 @@ class Outbox:
             await asyncio.sleep(RETRY_BACKOFF_S)
             await self._ensure_topic()
             if first.producer is not None:
-                await self._renew(first.producer)
+                await self._publisher.renew(first.producer)
             for message in self._unacknowledged:
                 if not await self._send(message):
                     break
             else:
                 return
-
-    async def _renew(self, producer: Any) -> None:
-        try:
-            await self._publisher.renew(producer)
-        except KafkaError as error:
-            log.warning("no new producer yet: %s", say(error))
 
 
 def take_exception(future: asyncio.Future[Any]) -> None:

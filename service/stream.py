@@ -161,7 +161,6 @@ class Stream:
         )
         topic = incoming.topic
         services.publisher.retain(topic)
-        services.sweeper.retain(topic)
         self._outbox = Outbox(
             services.publisher, services.metrics, topic, incoming.request_id.encode(), self._ensure_topic
         )
@@ -355,7 +354,7 @@ class Stream:
             self._outbox.discard()
             topic = self._outbox.topic
             services.publisher.release(topic, forget=services.topics.is_per_request(topic))
-            services.sweeper.release(topic)
+            services.sweeper.schedule(topic)
         if self._outcome is not None:
             self._lease.finish()
         else:

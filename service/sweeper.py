@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError, NoError, UnknownTopicOrPartitionError, for_code
@@ -13,6 +12,7 @@ from aiokafka.errors import KafkaError, NoError, UnknownTopicOrPartitionError, f
 from plait.service.clock import Clock
 from plait.service.kafka import connection, say
 from plait.service.metrics import Metrics
+from plait.service.publisher import Publisher
 from plait.service.settings import Settings
 from plait.service.topics import Topics
 
@@ -36,15 +36,14 @@ class Sweeper:
         topics: Topics,
         metrics: Metrics,
         clock: Clock,
-        on_removed: Callable[[str], None],
+        publisher: Publisher,
     ) -> None:
         self._settings = settings.topics
         self._kafka = settings.kafka
         self._topics = topics
         self._metrics = metrics
         self._clock = clock
-        self._on_removed = on_removed
-        self._used: dict[str, int] = {}
+        self._publisher = publisher
         self._expiring: OrderedDict[str, float] = OrderedDict()
         self._seen_empty: dict[str, float] = {}
         self._task: asyncio.Task[None] | None = None
@@ -57,15 +56,8 @@ class Sweeper:
             self._task.cancel()
             await asyncio.wait([self._task])
 
-    def retain(self, topic: str) -> None:
-        """A request publishes to this topic: it is not removed meanwhile."""
-        self._used[topic] = self._used.get(topic, 0) + 1
-
-    def release(self, topic: str) -> None:
-        """The request has ended; the topic's time to live begins, when it is one of the worker's."""
-        self._used[topic] -= 1
-        if not self._used[topic]:
-            del self._used[topic]
+    def schedule(self, topic: str) -> None:
+        """A request has ended; its topic's time to live begins, when it is one of the worker's."""
         if self._topics.is_per_request(topic):
             self._expiring[topic] = self._clock.monotonic() + self._settings.response_ttl_s
             self._expiring.move_to_end(topic)
@@ -79,9 +71,11 @@ class Sweeper:
                 if self._clock.monotonic() >= next_orphans:
                     next_orphans = self._clock.monotonic() + self._settings.orphan_after_s / 4
                     await self._remove_orphans()
-            except (KafkaError, TimeoutError, AttributeError) as error:
+            except (KafkaError, OSError, AttributeError) as error:
                 # aiokafka's admin client has no controller to ask while it reconnects: an AttributeError.
                 log.warning("removing old response topics: %s", say(error))
+            except Exception:
+                log.exception("removing old response topics")  # the next round tries again
             await asyncio.sleep(pause)
 
     async def _remove_expired(self) -> None:
@@ -94,11 +88,13 @@ class Sweeper:
                 due.append(topic)
             if not due:
                 return
-            await self._remove([topic for topic in due if topic not in self._used])
+            await self._remove(due)
             for topic in due:
                 self._expiring.pop(topic, None)
 
     async def _remove(self, topics: list[str]) -> None:
+        """Delete those of these topics that no request of this worker publishes to."""
+        topics = [topic for topic in topics if not self._publisher.in_use(topic)]
         if not topics:
             return
         response = await self._topics.admin.delete_topics(topics)
@@ -110,20 +106,23 @@ class Sweeper:
                 log.warning("response topic %s was not removed: %s", topic, error.__name__)
             self._topics.forget(topic)
             self._seen_empty.pop(topic, None)
-            self._on_removed(topic)
+        self._publisher.forget_sequences(topics)
 
     async def _remove_orphans(self) -> None:
-        found = [
+        found = {
             topic
             for topic in await self._topics.admin.list_topics()
-            if self._topics.is_per_request(topic) and topic not in self._expiring and topic not in self._used
-        ]
+            if self._topics.is_per_request(topic)
+            and topic not in self._expiring
+            and not self._publisher.in_use(topic)
+        }
         self._seen_empty = {topic: at for topic, at in self._seen_empty.items() if topic in found}
-        for at in range(0, len(found), BATCH):
-            stale = await self._stale(found[at : at + BATCH])
+        unknown = list(found)
+        for at in range(0, len(unknown), BATCH):
+            stale = await self._stale(unknown[at : at + BATCH])
             if stale:
                 log.info("removing %d response topics that a worker left behind", len(stale))
-                await self._remove([topic for topic in stale if topic not in self._used])
+                await self._remove(stale)
 
     async def _stale(self, topics: list[str]) -> list[str]:
         now = self._clock.monotonic()

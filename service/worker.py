@@ -67,9 +67,7 @@ class Worker:
         self._engine_is_ours = False
         self.publisher = Publisher(settings, self.metrics)
         self.topics = Topics(settings, self.metrics)
-        self.sweeper = Sweeper(
-            settings, self.topics, self.metrics, self.clock, self.publisher.forget_sequences
-        )
+        self.sweeper = Sweeper(settings, self.topics, self.metrics, self.clock, self.publisher)
         self.intake = Intake(settings, self.metrics, self.clock, self._serve)
         self.control = Control(settings, self.metrics, self._cancel)
         self.cancels = Cancels(

@@ -104,13 +104,10 @@ class FakeTopics(Topics):
 
 class FakeSweeper:
     def __init__(self) -> None:
-        self.used: dict[str, int] = {}
+        self.scheduled: list[str] = []
 
-    def retain(self, topic: str) -> None:
-        self.used[topic] = self.used.get(topic, 0) + 1
-
-    def release(self, topic: str) -> None:
-        self.used[topic] -= 1
+    def schedule(self, topic: str) -> None:
+        self.scheduled.append(topic)
 
 
 @dataclass

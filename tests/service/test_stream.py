@@ -29,7 +29,9 @@ def ended_well(bench: Bench) -> None:
     """Nothing is left over, whatever happened."""
     assert bench.engine.idle
     assert not bench.services.streams
-    assert not any(bench.publisher.users.values()) and not any(bench.sweeper.used.values())
+    assert not any(bench.publisher.users.values()) and bench.publisher.users.keys() == {
+        *bench.sweeper.scheduled
+    }
     assert bench.partition.tracker.position == bench.offset, "every offset is done"
     assert not bench.partition.leases
     assert len(bench.spans()["process plait.requests"]) == bench.offset, "every span has ended"
