@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from opentelemetry import baggage, trace
+from opentelemetry import trace
 from opentelemetry.baggage.propagation import W3CBaggagePropagator
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
@@ -88,9 +88,6 @@ def inject(span: trace.Span, parent: Context, incoming: Headers) -> list[tuple[s
     raw = header(incoming, wire.BAGGAGE)
     if raw is not None:
         result.append((wire.BAGGAGE, raw))
-    elif baggage.get_all(parent):
-        _BAGGAGE.inject(carrier, parent)
-        result.append((wire.BAGGAGE, carrier[wire.BAGGAGE].encode()))
     return result
 
 
