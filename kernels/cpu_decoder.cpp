@@ -76,7 +76,7 @@ static void forward(const Decoder& m, const Iteration& it, float* hidden, const 
     T *normed = memory.data(), *qkv = normed + rows * wide, *attended = qkv + rows * qkv_width;
     T* inner = attended + rows * q_width;
     const std::vector<Tile>& tiles = tiles_of(it);
-    Team team(m.threads);
+    Team team;
 #pragma omp parallel num_threads(m.threads)
     for (int64_t l = 0; l < m.count; l++) {
         Watch watch(m.seconds);
@@ -130,7 +130,7 @@ static void forward(const Decoder& m, const Iteration& it, float* hidden, const 
 
 template <typename T>
 static void linear(const T* x, const T* w, float* out, int64_t rows, int64_t in, int64_t outputs, int64_t threads) {
-    Team team(threads);
+    Team team;
 #pragma omp parallel num_threads(threads)
     gemm(team, x, rows, in, w, (outputs + PANEL - 1) / PANEL, [&](int64_t row, int64_t at, f16v a, f16v b) {
         float* y = out + row * outputs + at;

@@ -2,6 +2,7 @@
 //
 // A waiting thread spins shortly and then gives its processor away, so that a busy neighbour costs its share and not
 // a time slice at every barrier. Pieces are claimed dynamically, so that a thread that is descheduled holds one.
+// How many threads there are OpenMP says: it may give fewer than were asked for.
 #pragma once
 
 #include <algorithm>
@@ -19,8 +20,6 @@ static inline void relax() {}
 
 class Team {
   public:
-    explicit Team(int size) : size_(size) {}
-
     // All threads of the team; `work` is called with each piece of 0..count-1 by exactly one of them, who claims `grain`
     // pieces at a time.
     template <class Work> void share(int64_t count, int64_t grain, Work work) {
@@ -31,7 +30,7 @@ class Team {
 
     void barrier() {
         const int phase = phase_.load(std::memory_order_relaxed);
-        if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
+        if (arrived_.fetch_add(1, std::memory_order_acq_rel) == omp_get_num_threads() - 1) {
             arrived_.store(0, std::memory_order_relaxed);
             next_.store(0, std::memory_order_relaxed);
             phase_.store(phase + 1, std::memory_order_release);
@@ -44,7 +43,6 @@ class Team {
 
   private:
     static const int SPINS = 2000;
-    const int size_;
     alignas(64) std::atomic<int64_t> next_{0};
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<int> phase_{0};

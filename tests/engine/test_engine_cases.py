@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -315,3 +318,24 @@ def test_the_engine_from_a_directory(tmp_path: Path) -> None:
     assert made.generate(mixed()) == engine().generate(mixed())
     assert load(EngineConfig(model=str(tmp_path), dtype="bfloat16")).dtype is torch.bfloat16
     assert pick_dtype("auto", torch.device("cpu")) in (torch.bfloat16, torch.float32)
+
+
+SCRIPT = """
+from plait.engine.api import GenerationRequest, SamplingParams
+from plait.engine.config import EngineConfig
+from plait.engine.engine import Engine
+import sys
+
+made = Engine(EngineConfig(model=sys.argv[1], dtype="float32", num_blocks=8, max_running=4, vocab_size=258))
+print(made.generate([GenerationRequest("a", [1, 2, 3], SamplingParams(max_tokens=9, seed=5, ignore_eos=True))])["a"])
+"""
+
+
+def test_fewer_threads_than_were_asked_for(tmp_path: Path) -> None:
+    """OpenMP gives what its limit allows; who waits for more waits for ever."""
+    save_tiny_llama(tmp_path)
+    environment = os.environ | {"OMP_NUM_THREADS": "4", "OMP_THREAD_LIMIT": "1"}
+    command = [sys.executable, "-P", "-c", SCRIPT, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    sampling = SamplingParams(max_tokens=9, seed=5, ignore_eos=True)
+    assert done.stdout.strip() == str(engine().generate([request("a", [1, 2, 3], sampling)])["a"])

@@ -123,6 +123,22 @@ def test_every_running_sequence_is_considered_when_some_are_preempted() -> None:
     assert drive.scheduler.preemptions > 2
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_preempted_sequence_comes_back_before_new_ones(policy: str) -> None:
+    """vllm#5578: those of its own class that have not run yet wait behind it."""
+    drive = Drive(num_blocks=6, block_size=2, max_running=4, watermark=0.0, policy=policy)
+    first, second = drive.add(prompt=4, max_tokens=6), drive.add(prompt=4, max_tokens=6)
+    while not second.preemptions:
+        drive.add(prompt=1, max_tokens=2)
+        drive.step()
+    new = [seq for seq in drive.seqs if seq.status is Status.WAITING and seq is not second]
+    assert first.preemptions == 0 and new
+    while second.status is Status.WAITING:
+        drive.step()
+        assert second.status is Status.RUNNING or not any(seq.computed for seq in new)
+    drive.finish_all()
+
+
 @pytest.mark.parametrize("prompt,max_tokens,expected", [(15, 9, 16), (1, 99, 16), (8, 8, 16)])
 def test_one_sequence_may_fill_the_pool(prompt: int, max_tokens: int, expected: int) -> None:
     """nano-vllm#274: the only running sequence exhausts the pool and ends; the next one runs."""
