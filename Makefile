@@ -3,10 +3,10 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format typecheck bench clean
+.PHONY: help demo test lint format typecheck bench bench-peers clean
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 demo: $(VENV)/demo.stamp ## stream text from a small model through an embedded broker
 	@$(BIN)/plait demo
@@ -31,6 +31,9 @@ typecheck: $(VENV)/dev.stamp ## types of schemas/ and service/, strictly
 bench: $(VENV)/dev.stamp ## tokens per second, beside static batching and the machine's limit
 	@$(BIN)/python -m benchmarks.bench
 
+bench-peers: $(VENV)/bench.stamp ## the same beside OpenVINO GenAI, vLLM, llama.cpp and transformers, one at a time
+	@$(BIN)/python -m benchmarks.peers
+
 clean: ## remove what was built, the environment included
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -48,3 +51,7 @@ $(VENV)/dev.stamp: pyproject.toml | $(BIN)/python
 	@echo "Installing plait and its tools into $(VENV), once. PyTorch is large; this takes some minutes."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@ $(VENV)/demo.stamp
+
+$(VENV)/bench.stamp: pyproject.toml | $(VENV)/dev.stamp
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,bench]'
+	@touch $@ $(VENV)/demo.stamp $(VENV)/dev.stamp
