@@ -66,7 +66,8 @@ class Memory(threading.Thread):
 def run(peer: Peer, job: Job) -> dict[str, Any]:
     """The last line that the peer printed, as JSON, with its `peak_mib`. Raises PeerFailed."""
     command = [peer.python, "-m", f"benchmarks.{peer.module}", *peer.arguments]
-    environment = {**os.environ, **QUIET, **peer.variables}
+    # What the caller has set wins, so that other settings of a peer can be tried.
+    environment = {**QUIET, **peer.variables, **os.environ}
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
