@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from plait.engine.api import TokenLogprob
-from plait.engine.noise import uniform
+from plait.engine.noise import gumbel
 from plait.engine.sequence import Sequence
 
 GREEDY_BELOW = 1e-5
@@ -62,7 +62,7 @@ class Sampler:
         hot = np.flatnonzero(self.temperature[seats] >= GREEDY_BELOW)
         if hot.size:
             positions = np.array([len(seqs[i].tokens) for i in hot])
-            noise = uniform(self.seeds[seats[hot]], positions)
+            noise = gumbel(self.seeds[seats[hot]], positions, lanes(logits.shape[1]))
             tokens[hot] = self._random(logits, hot, seats[hot], noise)
         tokens[~torch.isfinite(best.values).cpu().numpy()] = -1
         drawn = tokens.tolist()
@@ -85,7 +85,7 @@ class Sampler:
         if (cut := np.flatnonzero(self.min_p[seats])).size:
             at = torch.from_numpy(cut).to(device)
             x[at] = keep_above(x[at], column(np.log(self.min_p[seats[cut]])))
-        return inverse_cdf(x.exp_(), torch.from_numpy(noise).to(device)).cpu().numpy()
+        return choose(x.exp_(), torch.from_numpy(noise).to(device)).cpu().numpy()
 
 
 def adjust(row: Tensor, seq: Sequence, eos: frozenset[int]) -> None:
@@ -130,25 +130,27 @@ def keep_top_p(x: Tensor, p: Tensor) -> Tensor:
     return keep_above(x, best.gather(1, last))
 
 
-def inverse_cdf(weights: Tensor, noise: Tensor) -> Tensor:
-    """The token of each row at which the running sum of weights [R, V] (float32) passes noise [R] times their sum.
+def choose(weights: Tensor, noise: Tensor) -> Tensor:
+    """One token of each row of weights [R, V] (float32), in proportion to them, by Gumbel noise [R, `lanes(V)`].
 
-    Two levels: sums of segments, then the sums inside one, which is quicker and more exact than one long sum.
+    The largest of log weight + noise wins (Gumbel-max; Maddison et al., NeurIPS 2014): first among segments of the
+    vocabulary, then in the one that won. Unlike where a running sum passes a number, this hardly ever changes when
+    weights change in their last digits, as they do with the batch they are computed in.
     """
     rows, width = weights.shape
     if pad := -width % SEGMENT:
         weights = torch.nn.functional.pad(weights, (0, pad))
     parts = weights.view(rows, -1, SEGMENT)
-    ends = parts.sum(-1, dtype=torch.float64).cumsum(-1)
-    target = noise[:, None] * ends[:, -1:]
-    # The first segment whose end lies beyond the target; it has weight, since its end differs from the one before.
-    segment = (ends <= target).sum(-1, keepdim=True).clamp(max=ends.shape[1] - 1)
-    before = torch.where(segment > 0, ends.gather(1, (segment - 1).clamp(min=0)), 0.0)
+    sums = parts.sum(-1, dtype=torch.float64)
+    segment = (sums.log() + noise[:, SEGMENT:]).argmax(-1, keepdim=True)
     inside = parts.gather(1, segment[..., None].expand(-1, 1, SEGMENT))[:, 0]
-    passed = inside.cumsum(-1, dtype=torch.float64) <= target - before
-    # Rounding may pass every token of the segment: then its last one with weight is meant.
-    last = SEGMENT - 1 - (inside > 0).flip(-1).int().argmax(-1, keepdim=True)
-    return (segment * SEGMENT + torch.minimum(passed.sum(-1, keepdim=True), last))[:, 0]
+    token = (inside.double().log() + noise[:, :SEGMENT]).argmax(-1, keepdim=True)
+    return (segment * SEGMENT + token)[:, 0]
+
+
+def lanes(width: int) -> int:
+    """How much noise a row of `width` weights takes."""
+    return SEGMENT + -(-width // SEGMENT)
 
 
 def logprob(row: Tensor, token: int, top: int) -> TokenLogprob:
