@@ -238,9 +238,11 @@ def test_noise_has_the_gumbel_distribution_and_no_pattern() -> None:
 
 
 def test_the_last_digits_of_logits_do_not_matter() -> None:
-    """Logits differ by rounding between a decode and the prefill after a crash: tokens must not."""
+    """Logits of a decode and of the prefill after a crash differ by 5e-5 in float32: tokens must not."""
     width, times = 49_152, 600
-    row = logits(width=width) / 3
+    row = logits(width=width)
+    # One likely token, and half of the rest spread so thin that a running sum would always be near an edge.
+    row[0, 10] = row.logsumexp(-1)
     generator = torch.Generator().manual_seed(5)
     sampler = Sampler(times, width, EOS)
     for sampling in (
@@ -249,7 +251,7 @@ def test_the_last_digits_of_logits_do_not_matter() -> None:
         SamplingParams(min_p=1e-3, temperature=1.3),
     ):
         seqs = [sequence(replace(sampling, seed=i), seat=i) for i in range(times)]
-        rounded = row * (1 + 1e-6 * torch.randn(times, width, generator=generator))
+        rounded = row + 5e-5 * torch.randn(times, width, generator=generator)
         assert sampler.draw(row.expand(times, -1), seqs) == sampler.draw(rounded, seqs)
 
 
