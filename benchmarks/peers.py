@@ -117,6 +117,7 @@ def main() -> None:
         "title": title,
         "machine": {"processors": len(os.sched_getaffinity(0)), "system": platform.machine()},
         "load_before": load_before,
+        "pins": {p.name: [*p.environment.requirements, p.environment.bare] for p in chosen if p.environment},
         "limit": [{"tokens_per_s": tokens / r["seconds"], **r} for r in rates],
         "medians": {name: medians(runs) for name, runs in results.items() if runs},
         "runs": results,
