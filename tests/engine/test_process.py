@@ -29,6 +29,7 @@ from tiny_models import EOS, byte_tokenizer, save_tiny_llama
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TESTS = Path(__file__).parent.parent
+(COLON,) = byte_tokenizer().encode(":").ids
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,8 @@ def requests(tag: str, max_tokens: int = 60) -> list[GenerationRequest]:
     return [
         GenerationRequest(
             f"{tag}-{i}",
-            [(7 * i + j) % 256 for j in range(1 + 11 * i)],
+            # A whole character at the end, or the first bytes that follow would belong to it.
+            [*((7 * i + j) % 256 for j in range(11 * i)), COLON],
             replace(kinds[i % len(kinds)], max_tokens=max_tokens),
             priority=i % 10,
         )
