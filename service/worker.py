@@ -31,6 +31,7 @@ from plait.service.topics import Topics
 log = logging.getLogger(__name__)
 
 CONNECT_BACKOFF_S = 0.5
+STILL_WAITING_S = 10.0  # between lines about a broker that does not answer
 CLOSE_TIMEOUT_S = 10.0
 
 
@@ -103,6 +104,7 @@ class Worker:
         settings = self.settings
         if settings.http.enabled:
             await self.http.start()
+            log.info("health and metrics at http://%s:%d", settings.http.host, self.http.port)
         self._own_provider = None if self._provider else make_provider(settings.telemetry)
         self._engine_is_ours = not self.engine.ready
         try:
@@ -141,6 +143,7 @@ class Worker:
     async def _connect(self) -> None:
         """Topics and producer, once the broker answers; gives up after `kafka.connect_timeout_s`."""
         until = self.clock.monotonic() + self.settings.kafka.connect_timeout_s
+        said = float("-inf")
         while True:
             try:
                 await self.topics.start()
@@ -152,7 +155,9 @@ class Worker:
                 if fatal or self.clock.monotonic() >= until:
                     servers = self.settings.kafka.bootstrap_servers
                     raise WorkerFailed(f"no connection to Kafka at {servers}: {say(error)}") from error
-                log.warning("waiting for Kafka: %s", say(error))
+                if self.clock.monotonic() >= said + STILL_WAITING_S:
+                    said = self.clock.monotonic()
+                    log.warning("waiting for Kafka, at most %.0f s more: %s", until - said, say(error))
                 await asyncio.sleep(CONNECT_BACKOFF_S)
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> bool:

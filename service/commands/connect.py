@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from typing import Any
 
 # aiokafka shows the requests it sends at DEBUG, and these hold the password.
 PASSWORDS = ("SaslAuthenticate",)
+# It tries a broker that is away twice a second, and says so each time.
+BROKER_AWAY = "Unable connect to"
+BROKER_AWAY_S = 10.0
 # It complains once or more about each response topic that is new, or gone by now.
 TOPICS_THAT_COME_AND_GO = ("not found in cluster metadata", "not available during auto-create")
 
@@ -41,8 +45,26 @@ def log_to_stderr() -> None:
         logging.getLogger("aiokafka").setLevel(logging.WARNING)
         logging.getLogger("asyncio").setLevel(logging.ERROR)  # tasks that failed unseen
         _leave_out("aiokafka.cluster", TOPICS_THAT_COME_AND_GO)
+        _thin_out("aiokafka", BROKER_AWAY, BROKER_AWAY_S)
 
 
 def _leave_out(logger: str, phrases: tuple[str, ...]) -> None:
     """Keep lines with one of these phrases out of the log."""
     logging.getLogger(logger).addFilter(lambda line: not any(p in line.getMessage() for p in phrases))
+
+
+def _thin_out(logger: str, phrase: str, seconds: float) -> None:
+    """Of lines with this phrase that say the same, keep one in so many seconds."""
+    said: dict[str, float] = {}
+
+    def keep(line: logging.LogRecord) -> bool:
+        text = line.getMessage()
+        if phrase not in text:
+            return True
+        now = time.monotonic()
+        if now < said.get(text, float("-inf")) + seconds:
+            return False
+        said[text] = now
+        return True
+
+    logging.getLogger(logger).addFilter(keep)

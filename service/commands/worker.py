@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,9 @@ from plait.service.commands.signals import on_signals
 
 if TYPE_CHECKING:
     from plait.service.settings import Settings
+
+
+log = logging.getLogger(__name__)
 
 
 def command(
@@ -82,6 +86,7 @@ async def _serve(settings: Settings) -> None:
     from plait.service.worker import Worker
 
     worker = Worker(settings, make_engine(settings))
+    log.info("loading the model %s (the first time it is fetched and converted)", settings.engine.model)
     run = asyncio.ensure_future(worker.run())
     draining = cut_short = False
 

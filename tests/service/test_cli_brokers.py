@@ -40,6 +40,20 @@ def test_a_worker_log_leaves_out_that_response_topics_come_and_go_and_nothing_el
     assert shown("aiokafka.cluster", logging.ERROR, "Topic %s is not authorized for this client", "t")
 
 
+def test_a_broker_that_is_away_is_said_now_and_then(untouched: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PLAIT_DEBUG", raising=False)
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    connect.log_to_stderr()
+    away = ("aiokafka", logging.ERROR, 'Unable connect to "%s:%s": %s')
+    assert shown(*away, "one", 1, "refused") and shown(*away, "two", 2, "refused")
+    now += connect.BROKER_AWAY_S - 1
+    assert not shown(*away, "one", 1, "refused")
+    assert shown("aiokafka", logging.ERROR, "something else") and shown(*away, "one", 1, "not authenticated")
+    now += 1
+    assert shown(*away, "one", 1, "refused")
+
+
 @pytest.mark.parametrize("configure", [connect.quiet, connect.log_to_stderr])
 def test_no_log_shows_a_password(untouched: None, monkeypatch: pytest.MonkeyPatch, configure: Any) -> None:
     monkeypatch.setenv("PLAIT_DEBUG", "1")

@@ -18,6 +18,15 @@ async def test_no_broker_is_a_clear_failure() -> None:
         await worker.run()
 
 
+async def test_waiting_for_a_broker_is_not_said_at_every_try(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("plait.service.worker.CONNECT_BACKOFF_S", 0.01)
+    with pytest.raises(WorkerFailed):
+        await Worker(Settings.load(kafka=NOWHERE, http={"port": 0}), FakeEngine()).run()
+    assert sum("waiting for Kafka" in message for message in caplog.messages) == 1
+
+
 async def test_an_engine_that_does_not_start_is_a_clear_failure() -> None:
     class Broken(FakeEngine):
         async def start(self) -> None:
