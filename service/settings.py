@@ -67,14 +67,14 @@ class EngineSettings(Section):
 
     model: str = "smollm2"
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
-    device: str = "auto"
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     max_running: int = Field(64, ge=1)
     token_budget: int = Field(0, ge=0)
     block_size: int = Field(16, ge=1)
     kv_cache_bytes: int = Field(0, ge=0)
     num_blocks: int = Field(0, ge=0)
     max_model_len: int = Field(0, ge=0)
-    policy: str = "priority"
+    policy: Literal["priority", "fcfs"] = "priority"
     threads: int = Field(0, ge=0)
     max_waiting: int = Field(10_000, ge=1)
     max_preemptions: int = Field(3, ge=0)
