@@ -9,6 +9,7 @@ from torch import Tensor
 from plait.engine.api import TokenLogprob
 from plait.engine.noise import gumbel
 from plait.engine.sequence import Sequence
+from plait.kernels import cpu
 
 GREEDY_BELOW = 1e-5
 SEGMENT = 256
@@ -57,16 +58,22 @@ class Sampler:
             logits = logits.float().clone()
             for i in changed:
                 adjust(logits[i], seqs[i], self.eos)
-        best = logits.max(dim=-1)
-        tokens = best.indices.cpu().numpy().copy()
+        compiled = logits.device.type == "cpu" and cpu.library() is not None
+        if compiled:
+            logits = logits.float()
+        tokens = cpu.argmax(logits).numpy() if compiled else argmax(logits)
         hot = np.flatnonzero(self.temperature[seats] >= GREEDY_BELOW)
         if hot.size:
             positions = np.array([len(seqs[i].tokens) for i in hot])
             noise = gumbel(self.seeds[seats[hot]], positions, lanes(logits.shape[1]))
-            tokens[hot] = self._random(logits, hot, seats[hot], noise)
-        tokens[~torch.isfinite(best.values).cpu().numpy()] = -1
+            draw = self._draw if compiled else self._random
+            tokens[hot] = np.where(tokens[hot] < 0, -1, draw(logits, hot, seats[hot], noise))
         drawn = tokens.tolist()
         return drawn, {i: logprob(row, drawn[i], seqs[i].sampling.logprobs or 0) for i, row in raw.items()}
+
+    def _draw(self, logits: Tensor, rows: np.ndarray, seats: np.ndarray, noise: np.ndarray) -> np.ndarray:
+        columns = (self.temperature[seats], self.top_k[seats], self.top_p[seats], self.min_p[seats], noise)
+        return cpu.draw(logits, torch.from_numpy(rows), *map(torch.from_numpy, columns)).numpy()
 
     def _random(self, logits: Tensor, rows: np.ndarray, seats: np.ndarray, noise: np.ndarray) -> np.ndarray:
         device = logits.device
@@ -86,6 +93,11 @@ class Sampler:
             at = torch.from_numpy(cut).to(device)
             x[at] = keep_above(x[at], column(np.log(self.min_p[seats[cut]])))
         return choose(x.exp_(), torch.from_numpy(noise).to(device)).cpu().numpy()
+
+
+def argmax(logits: Tensor) -> np.ndarray:
+    best = logits.max(dim=-1)
+    return torch.where(torch.isfinite(best.values), best.indices, -1).cpu().numpy()
 
 
 def adjust(row: Tensor, seq: Sequence, eos: frozenset[int]) -> None:
@@ -141,7 +153,7 @@ def choose(weights: Tensor, noise: Tensor) -> Tensor:
     if pad := -width % SEGMENT:
         weights = torch.nn.functional.pad(weights, (0, pad))
     parts = weights.view(rows, -1, SEGMENT)
-    sums = parts.sum(-1, dtype=torch.float64)
+    sums = parts.sum(-1).double()
     segment = (sums.log() + noise[:, SEGMENT:]).argmax(-1, keepdim=True)
     inside = parts.gather(1, segment[..., None].expand(-1, 1, SEGMENT))[:, 0]
     token = (inside.double().log() + noise[:, :SEGMENT]).argmax(-1, keepdim=True)

@@ -61,6 +61,8 @@ _SIGNATURES = {
     "plait_write_kv": [_P, _P, _P, _I, _I, _I, _I, _I],
     "plait_forward": [_P, _P, _P, _P, _P],
     "plait_linear": [_P, _P, _P, _I, _I, _I, _I, _I],
+    "plait_argmax": [_P, _I, _I, _I, _P],
+    "plait_draw": [_P, _P, _I, _I, _I, _P, _P, _P, _P, _P, _I, _P],
 }
 
 
@@ -169,3 +171,40 @@ def linear(x: Tensor, packed: Tensor, out: Tensor) -> None:
         torch.get_num_threads(),
         x.dtype == torch.bfloat16,
     )
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """logits [R, V] float32, the last dimension contiguous: the first index of each row's largest, int64 [R]; -1 for
+    a row that holds a NaN or whose largest is infinite."""
+    tokens = torch.empty(logits.shape[0], dtype=torch.int64)
+    library().plait_argmax(  # type: ignore[union-attr]
+        logits.data_ptr(), logits.shape[0], logits.stride(0), logits.shape[1], tokens.data_ptr()
+    )
+    return tokens
+
+
+def draw(
+    logits: Tensor,
+    rows: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    noise: Tensor,
+) -> Tensor:
+    """One token, int64 [N], for each of rows [N] int64 of logits [R, V] float32; -1 where a row is not finite.
+
+    temperature (> 0), top_p and min_p are float32 [N], top_k int64 [N], noise float64 [N, lanes]; all contiguous.
+    """
+    tokens = torch.empty(rows.shape[0], dtype=torch.int64)
+    library().plait_draw(  # type: ignore[union-attr]
+        logits.data_ptr(),
+        rows.data_ptr(),
+        rows.shape[0],
+        logits.stride(0),
+        logits.shape[1],
+        *(x.data_ptr() for x in (temperature, top_k, top_p, min_p, noise)),
+        noise.shape[1],
+        tokens.data_ptr(),
+    )
+    return tokens
