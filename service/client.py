@@ -14,7 +14,13 @@ from typing import Any, Self
 
 from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
-from aiokafka.errors import KafkaConnectionError, KafkaError, TopicAlreadyExistsError, for_code
+from aiokafka.errors import (
+    KafkaConnectionError,
+    KafkaError,
+    TopicAlreadyExistsError,
+    UnknownTopicOrPartitionError,
+    for_code,
+)
 from opentelemetry import propagate, trace
 from opentelemetry.util.types import AttributeValue
 
@@ -305,12 +311,17 @@ class Client:
         ):
             carrier = {headers.CONTENT_TYPE: self._content_type, headers.PLAIT_TYPE: kind}
             propagate.inject(carrier)
-            await self._producer.send_and_wait(
-                topic,
-                value,
-                key=request_id.encode(),
-                headers=[(name, text.encode()) for name, text in carrier.items()],
-            )
+            try:
+                await self._producer.send_and_wait(
+                    topic,
+                    value,
+                    key=request_id.encode(),
+                    headers=[(name, text.encode()) for name, text in carrier.items()],
+                )
+            except UnknownTopicOrPartitionError as error:
+                raise UnknownTopicOrPartitionError(
+                    f"there is no topic {topic}; a worker makes the topics it reads when it starts"
+                ) from error
 
     async def _find(self, request_id: str, deadline: float) -> Inbox:
         known = self._reader.is_open(request_id)

@@ -9,13 +9,22 @@ from typing import Annotated, Any
 
 import typer
 
-from plait.service.commands.options import BootstrapServers, Model, RequestsTopic, Timeout
+from plait.service.commands.options import BootstrapServers, RequestsTopic, Timeout
 
 
 def command(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
     bootstrap_servers: BootstrapServers = None,
-    model: Model = "smollm2",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            envvar="PLAIT_ENGINE_MODEL",
+            show_default="smollm2, or what the brokers' workers serve",
+            help="smollm2 (the bundled one), a model's directory, a GGUF file, or a hub id.",
+        ),
+    ] = None,
     priority: Annotated[
         int, typer.Option("--priority", "-p", min=0, max=9, help="9 is the most urgent.")
     ] = 4,
@@ -45,6 +54,8 @@ def command(
         "top_p": top_p,
         "stop": stop or [],
     }
+    if model is not None and bootstrap_servers is not None:
+        request["model"] = model
     if seed is not None:
         request["seed"] = seed
     if raw:
@@ -52,7 +63,7 @@ def command(
     else:
         request["messages"] = [{"role": "system", "content": system}] if system is not None else []
         request["messages"].append({"role": "user", "content": text})
-    asyncio.run(_generate(bootstrap_servers, model, requests_topic, timeout, request, as_json))
+    asyncio.run(_generate(bootstrap_servers, model or "smollm2", requests_topic, timeout, request, as_json))
 
 
 async def _generate(

@@ -226,6 +226,21 @@ def test_failures_are_one_line_and_exit_code_1(fake_engine, capsys):
     assert run(["topics", "--bootstrap-servers", "127.0.0.1:1"]) == 1
 
 
+def test_generate_asks_given_brokers_for_the_model_that_is_named(dev, capsys):
+    assert run(["generate", "x", "-b", dev, "--requests-topic", "nowhere"]) == 1
+    error = capsys.readouterr().err
+    assert "there is no topic nowhere; a worker makes" in error and error.count("\n") == 1
+    worker = start("worker", "-b", dev, "--http-port", "0", "--model", "mine", pace=0.001)
+    for line in worker.stderr:
+        if "ready:" in line:
+            break
+    assert run(["generate", "x", "-b", dev, "-n", "2"]) == 0
+    assert run(["generate", "x", "-b", dev, "-n", "2", "--model", "mine"]) == 0
+    assert run(["generate", "x", "-b", dev, "-n", "2", "--model", "other"]) == 1
+    assert "model_not_found: model: other is not served here" in capsys.readouterr().err
+    assert finish(worker, signal.SIGTERM)[0] == 0
+
+
 def test_wrong_settings_are_wrong_usage_and_every_key_is_named(tmp_path, capsys, monkeypatch):
     (tmp_path / "plait.toml").write_text("[kafka]\ngruop_id = 1\n[engine]\nmax_running = 0\n")
     assert run(["worker", "--config", str(tmp_path / "plait.toml")]) == 2
