@@ -41,7 +41,7 @@ def asyncapi_document() -> dict[str, Any]:
 def _channels() -> dict[str, Any]:
     events = ("tokens", "done", "error")
     return {
-        "requests": _channel(REQUESTS_TOPIC, "Requests. More lanes can be configured.", ("request",)),
+        "requests": _channel(REQUESTS_TOPIC, "Requests.", ("request",)),
         "responses": {
             **_channel(
                 RESPONSES_PREFIX + "{request_id}",
