@@ -14,6 +14,7 @@ async def ask(client: Client, word: str) -> str:
                 priority=2,
                 slo={"deadline_ms": 600_000},
                 max_tokens=40,
+                temperature=0.3,
                 seed=1,
             )
             return result.text.strip()

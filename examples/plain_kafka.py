@@ -1,4 +1,4 @@
-"""The same with any Kafka client: here confluent-kafka and JSON, without anything of plait."""
+"""The same with any Kafka client: here confluent-kafka (pip install confluent-kafka) and JSON, nothing of plait."""
 
 import json
 import sys
