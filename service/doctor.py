@@ -66,7 +66,7 @@ def dependencies(extra: str = "") -> Check:
         if not _fits(version, package.removeprefix(distribution)):
             wrong.append(f"{package} is wanted, {version} is installed")
     if not wrong:
-        return Check(name, "ok", f"{len(wanted)} packages")
+        return Check(name, "ok", f"{len(wanted)} package{'s' if len(wanted) != 1 else ''}")
     target = f"plait[{extra}]" if extra else "plait"
     return Check(name, "warn" if extra else "fail", "; ".join(wrong), f"pip install '{target}'")
 

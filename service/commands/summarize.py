@@ -87,7 +87,7 @@ async def _summarize(
                         console.print(f"plait: {outcome.path}: {outcome.error}", style="red", markup=False)
                     else:
                         _deliver(outcome.path, outcome.summary, targets, len(files) > 1)
-                        say(f"{outcome.path}: done")
+                        say(f"{outcome.path}: {targets.get(outcome.path, 'done')}")
     return 1 if failed else 0
 
 

@@ -347,7 +347,8 @@ def test_summarize_writes_files_and_reports_those_that_failed(fake_engine, capsy
     files = [tmp_path / "text.txt", tmp_path / "a" / "text.txt", tmp_path / "bad.bin"]
     arguments = ["summarize", *map(str, files), "--chunk-tokens", "100"]
     assert run([*arguments, "--out", str(tmp_path / "out")]) == 1
-    assert "bad.bin: is not UTF-8" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "bad.bin: is not UTF-8" in error and f"{files[0]}: {tmp_path}/out/text.txt.summary.txt\n" in error
     assert {f.name for f in (tmp_path / "out").iterdir()} == {
         "text.txt.summary.txt",
         "text-2.txt.summary.txt",
