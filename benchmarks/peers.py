@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import random
+import signal
 import statistics
 import sys
 from pathlib import Path
@@ -72,6 +73,8 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
+    # So that an engine that runs is ended too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     args = arguments()
     requests, title = requests_of(args)
     together = not args.batch1
