@@ -197,6 +197,19 @@ def test_a_second_signal_stops_a_worker_at_once(dev):
     assert code == 130 and "Traceback" not in err
 
 
+def test_ctrl_c_ends_the_request_before_its_topic_goes(dev):
+    worker = start("worker", "--bootstrap-servers", dev, "--http-port", "0", pace=0.05)
+    for line in worker.stderr:
+        if "ready:" in line:
+            break
+    request = start("generate", "hi", "--max-tokens", "1000", "--bootstrap-servers", dev)
+    assert request.stdout.read(3) == " ok"
+    code, out, _ = finish(request, signal.SIGINT)
+    assert code == 130 and out.endswith("\n")
+    code, _, err = finish(worker, signal.SIGTERM)
+    assert code == 0 and "0 requests in flight" in err and "Error" not in err
+
+
 def test_generate_starts_what_it_needs_and_streams(fake_engine, capsys):
     assert run(["generate", "hi", "--max-tokens", "4", "--seed", "7", "--system", "be brief", "-p", "9"]) == 0
     assert capsys.readouterr().out == " ok ok ok ok\n"
