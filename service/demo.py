@@ -120,7 +120,7 @@ class LiveDisplay:
         """Nothing to do: the next drawing shows it."""
 
     def render(self) -> RenderableType:
-        lines = max(2, (self._console.height - 2) // ((len(self._rows) + 1) // 2) - 2)
+        lines = max(2, min(10, (self._console.height - 2) // ((len(self._rows) + 1) // 2) - 2))
         grid = Table.grid(expand=True)
         grid.add_column(ratio=1)
         grid.add_column(ratio=1)

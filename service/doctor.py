@@ -223,4 +223,4 @@ def _topic(name: str, partitions: list[dict[str, int]] | None) -> Check:
         return Check(f"topic {name}", "warn", "is not there", "a worker makes it; or: plait topics --create")
     if any(partition["leader"] < 0 for partition in partitions):
         return Check(f"topic {name}", "fail", "a partition has no leader", "see the brokers' logs")
-    return Check(f"topic {name}", "ok", f"{len(partitions)} partitions")
+    return Check(f"topic {name}", "ok", f"{len(partitions)} partition{'s' if len(partitions) != 1 else ''}")
