@@ -49,43 +49,56 @@ static inline void write_token(const Iteration& it, int64_t slot, int64_t layer,
     }
 }
 
-// Scores of R query rows against 16 keys. `q` rows are `dim` apart.
+// Scores of R query rows against 16 keys. `q` rows are `dim` apart. Each score is summed in PARTS chains, so that one
+// product need not wait for the one before.
+static const int PARTS = 4;
 template <int R> static inline void dots(const float* q, const float* k, int64_t dim, f16v* s) {
-    for (int r = 0; r < R; r++) s[r] = splat(0);
-    for (int64_t d = 0; d < dim; d++) {
-        f16v key = load(k + d * 16);
-        for (int r = 0; r < R; r++) s[r] += key * q[r * dim + d];
-    }
+    f16v part[PARTS][R];
+    for (int i = 0; i < PARTS; i++)
+        for (int r = 0; r < R; r++) part[i][r] = splat(0);
+    for (int64_t d = 0; d < dim; d += PARTS)
+        for (int i = 0; i < PARTS; i++) {
+            f16v key = load(k + (d + i) * 16);
+            for (int r = 0; r < R; r++) part[i][r] += key * q[r * dim + d + i];
+        }
+    for (int r = 0; r < R; r++) s[r] = (part[0][r] + part[1][r]) + (part[2][r] + part[3][r]);
 }
 template <int R> static inline void dots(const bf16* q, const bf16* k, int64_t dim, f16v* s) {
-    for (int r = 0; r < R; r++) s[r] = splat(0);
-    for (int64_t d = 0; d < dim; d += 2) {
+    f16v part[PARTS][R];
+    for (int i = 0; i < PARTS; i++)
+        for (int r = 0; r < R; r++) part[i][r] = splat(0);
+    for (int64_t d = 0; d < dim; d += 2 * PARTS)
+        for (int i = 0; i < PARTS; i++) {
+            const int64_t at = d + 2 * i;
 #ifdef __AVX512BF16__
-        __m512bh key = (__m512bh)_mm512_loadu_si512(k + d * 16);
-        for (int r = 0; r < R; r++) {
-            int32_t pair; memcpy(&pair, q + r * dim + d, 4);
-            s[r] = (f16v)_mm512_dpbf16_ps((__m512)s[r], key, (__m512bh)_mm512_set1_epi32(pair));
-        }
+            __m512bh key = (__m512bh)_mm512_loadu_si512(k + at * 16);
+            for (int r = 0; r < R; r++) {
+                int32_t pair; memcpy(&pair, q + r * dim + at, 4);
+                part[i][r] = (f16v)_mm512_dpbf16_ps((__m512)part[i][r], key, (__m512bh)_mm512_set1_epi32(pair));
+            }
 #else
-        u16v pairs; memcpy(&pairs, k + d * 16, 64);
-        f16v even = (f16v)(pairs << 16), odd = (f16v)(pairs & 0xffff0000u);
-        for (int r = 0; r < R; r++) s[r] += even * widen(q[r * dim + d]) + odd * widen(q[r * dim + d + 1]);
+            u16v pairs; memcpy(&pairs, k + at * 16, 64);
+            f16v even = (f16v)(pairs << 16), odd = (f16v)(pairs & 0xffff0000u);
+            for (int r = 0; r < R; r++)
+                part[i][r] += even * widen(q[r * dim + at]) + odd * widen(q[r * dim + at + 1]);
 #endif
-    }
+        }
+    for (int r = 0; r < R; r++) s[r] = (part[0][r] + part[1][r]) + (part[2][r] + part[3][r]);
 }
 
-// acc[r] = acc[r] * alpha[r] + p[r] V for R rows and the first `keys` of 16 values.
-template <int R, typename T>
-static inline void weigh(float* acc, const f16v* p, const float* alpha, const T* v, int64_t dim, int keys) {
-    for (int64_t d = 0; d < dim; d += 16) {
-        f16v a[R];
-        for (int r = 0; r < R; r++) a[r] = load(acc + r * dim + d) * alpha[r];
-        for (int t = 0; t < keys; t++) {
-            f16v value = load(v + t * dim + d);
-            for (int r = 0; r < R; r++) a[r] += value * p[r][t];
+// acc[r] = acc[r] * alpha[r] + p[r] V for R rows, the first `keys` of 16 values, and C times 16 dimensions.
+template <int R, int C, typename T>
+static inline void weigh(float* acc, const float (*p)[16], const float* alpha, const T* v, int64_t dim, int keys) {
+    f16v a[R][C];
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) a[r][c] = load(acc + r * dim + c * 16) * alpha[r];
+    for (int t = 0; t < keys; t++)
+        for (int c = 0; c < C; c++) {
+            f16v value = load(v + t * dim + c * 16);
+            for (int r = 0; r < R; r++) a[r][c] += value * p[r][t];
         }
-        for (int r = 0; r < R; r++) store(acc + r * dim + d, a[r]);
-    }
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) store(acc + r * dim + c * 16, a[r][c]);
 }
 
 struct Mask { float scale, softcap; int64_t window; };
@@ -96,7 +109,7 @@ static inline void meet(const T* q, const T* k, const T* v, const int64_t* pos, 
                         int64_t first, int keys, int64_t dim, const Mask& m) {
     static const i16v lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     f16v s[R];
-    float alpha[R];
+    alignas(64) float p[R][16], alpha[16] = {0};
     dots<R>(q, k, dim, s);
     for (int r = 0; r < R; r++) {
         s[r] *= m.scale;
@@ -105,15 +118,28 @@ static inline void meet(const T* q, const T* k, const T* v, const int64_t* pos, 
         i16v unseen = lane > int32_t(pos[r] - first);
         if (m.window > 0) unseen |= lane <= int32_t(pos[r] - first - m.window);
         s[r] = unseen ? splat(MASKED) : s[r];
-        float peak = std::max(top[r], largest(s[r]));
-        // Nothing seen yet: any finite reference will do, the masked lanes are cleared below.
-        f16v p = vexp(s[r] - peak);
-        s[r] = unseen ? splat(0) : p;
-        alpha[r] = top[r] == peak ? 1.0f : std::exp(top[r] - peak);
+        const float peak = std::max(top[r], largest(s[r]));
+        alpha[r] = top[r] - peak;
         top[r] = peak;
-        mass[r] = mass[r] * alpha[r] + sum(s[r]);
+        // While nothing was seen the peak is MASKED itself, and e^0 must not count.
+        s[r] = unseen ? splat(0) : vexp(s[r] - peak);
+        store(p[r], s[r]);
     }
-    weigh<R>(acc, s, alpha, v, dim, keys);
+    store(alpha, vexp(load(alpha)));
+    for (int r = 0; r < R; r++) mass[r] = mass[r] * alpha[r] + sum(s[r]);
+    int64_t d = 0;
+    for (; d + 64 <= dim; d += 64) weigh<R, 4>(acc + d, p, alpha, v + d, dim, keys);
+    for (; d < dim; d += 16) weigh<R, 1>(acc + d, p, alpha, v + d, dim, keys);
+}
+
+// Ask for 16 keys and values ahead of their use: blocks lie far apart, and no prefetcher guesses the next one.
+template <typename T>
+static inline void fetch(const Iteration& it, const int32_t* table, int64_t first, int64_t layer, int64_t head) {
+    const int64_t block = table[first / it.block_size], within = first % it.block_size;
+    for (int kv = 0; kv < 2; kv++) {
+        const char* at = (const char*)(slab<T>(it, block, layer, kv, head) + within * it.dim);
+        for (int64_t i = 0; i < int64_t(16 * it.dim * sizeof(T)); i += 64) __builtin_prefetch(at + i);
+    }
 }
 
 template <typename T>
@@ -138,6 +164,7 @@ static void attend_tile(const Iteration& it, const T* q, int64_t q_row, int64_t 
     const int64_t oldest = m.window > 0 ? std::max<int64_t>(0, context + from - m.window + 1) : 0;
     const int32_t* table = it.block_tables + seq * it.max_blocks;
     for (int64_t first = oldest / 16 * 16; first <= last; first += 16) {
+        if (first + 16 <= last) fetch<T>(it, table, first + 16, layer, head);
         const int64_t block = table[first / it.block_size], within = first % it.block_size;
         const T* k = slab<T>(it, block, layer, 0, head) + within * dim;
         const T* v = slab<T>(it, block, layer, 1, head) + within * dim;

@@ -42,9 +42,25 @@ template <> inline f16v rounded<bf16>(f16v v) {
     u16v u = (u16v)v;
     return (f16v)((u + 0x7fff + ((u >> 16) & 1)) & 0xffff0000u);
 }
-static inline float sum(f16v v) { float s = 0; for (int i = 0; i < 16; i++) s += v[i]; return s; }
 static inline f16v vmax(f16v a, f16v b) { return a > b ? a : b; }
-static inline float largest(f16v v) { float m = v[0]; for (int i = 1; i < 16; i++) m = std::max(m, v[i]); return m; }
+
+// Over all lanes, by halves: a chain of sixteen would wait for each of its links.
+typedef float f8v __attribute__((vector_size(32)));
+typedef float f4v __attribute__((vector_size(16)));
+static inline f8v low(f16v v) { return __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7); }
+static inline f8v high(f16v v) { return __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15); }
+static inline f4v low(f8v v) { return __builtin_shufflevector(v, v, 0, 1, 2, 3); }
+static inline f4v high(f8v v) { return __builtin_shufflevector(v, v, 4, 5, 6, 7); }
+static inline float sum(f16v v) {
+    const f8v h = low(v) + high(v);
+    const f4v q = low(h) + high(h);
+    return (q[0] + q[2]) + (q[1] + q[3]);
+}
+static inline float largest(f16v v) {
+    const f8v a = low(v), b = high(v), h = a > b ? a : b;
+    const f4v c = low(h), d = high(h), q = c > d ? c : d;
+    return std::max(std::max(q[0], q[2]), std::max(q[1], q[3]));
+}
 
 // e^x to 2 ulp by Cephes' expf: range reduction by ln 2 in two parts, then a polynomial of degree 6.
 static inline f16v vexp(f16v x) {
