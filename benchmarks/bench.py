@@ -84,7 +84,7 @@ def main() -> None:
         speed, *rest = (middle(engine, key) for key in keys)
         table.add_row(engine, f"{speed:.1f}", f"{speed * ideal / tokens:.0%}", *(f"{x:.2f}" for x in rest))
     table.add_row("limit", f"{tokens / ideal:.1f}", "100%", "", "", "", "")
-    Console().print(table)
+    Console(width=110).print(table)
     speeds = {engine: middle(engine, "tokens_per_s") for engine in ENGINES}
     print(
         json.dumps(
