@@ -139,6 +139,7 @@ class Client:
             **extra,
         )
         self._reader = ResponseReader(bootstrap_servers, extra)
+        self._unended: dict[str, bool] = {}  # submitted here, no end seen; true when cancelled
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -169,17 +170,34 @@ class Client:
             raise
 
     async def close(self) -> None:
-        """Stop reading, send what is left, delete the topic that the client made."""
+        """Stop reading, send what is left, delete the topic that the client made.
+
+        The ends of cancelled requests are waited for, shortly; while others have not ended a worker still
+        writes to the topic, which then stays (`plait topics --remove-expired` removes it).
+        """
+        await self._hear_cancelled()
         await self._reader.stop()
         await self._producer.stop()
         try:
-            if self._made_topic:
+            if self._made_topic and self._unended:
+                log.info("%s stays: %d requests have not ended", self.response_topic, len(self._unended))
+            elif self._made_topic:
                 async with asyncio.timeout(_GOODBYE_S):
                     await self._admin.delete_topics([self.response_topic])
         except (KafkaError, OSError, TimeoutError) as error:
             log.warning("the response topic %s was not deleted: %r", self.response_topic, error)
         finally:
             await self._admin.close()
+
+    async def _hear_cancelled(self) -> None:
+        if not self._made_topic:
+            return
+        with contextlib.suppress(TimeoutError, StreamBroken, KafkaError):
+            async with asyncio.timeout(_GOODBYE_S):
+                for request_id in [r for r, cancelled in self._unended.items() if cancelled]:
+                    with contextlib.suppress(RequestFailed):
+                        async for _ in self.stream(request_id):
+                            pass
 
     async def submit(
         self,
@@ -226,6 +244,7 @@ class Client:
         # The worker's own reading, so that what it would refuse is refused here, with the same words.
         request, _ = decode_request(value, self._content_type)
         await self._send(request.request_id, value)
+        self._unended[request.request_id] = False
         return request.request_id
 
     def _check_size(self, request_id: str, value: bytes) -> None:
@@ -257,6 +276,8 @@ class Client:
         try:
             while True:
                 event = await self._next(request_id, inbox, limit)
+                if isinstance(event, ErrorEvent | DoneEvent):
+                    self._unended.pop(request_id, None)
                 if isinstance(event, ErrorEvent):
                     raise RequestFailed(event.code, event.message, event.retryable, event.retry_after_ms)
                 yield event
@@ -296,6 +317,8 @@ class Client:
         """Ask the workers to stop a request; its stream then ends with finish reason `cancelled`."""
         value = encode(Cancel(request_id=request_id), self._content_type)
         await self._produce(self._control_topic, request_id, value, "cancel")
+        if request_id in self._unended:
+            self._unended[request_id] = True
 
     async def _produce(self, topic: str, request_id: str, value: bytes, kind: str) -> None:
         attributes: dict[str, AttributeValue] = {

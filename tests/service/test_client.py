@@ -389,6 +389,34 @@ async def test_the_clients_own_topic_is_deleted_at_the_end(embedded_broker):
         assert topic not in await other._admin.list_topics()
 
 
+async def topics_of(servers):
+    async with Client(servers, per_request_topics=True) as other:
+        return await other._admin.list_topics()
+
+
+async def test_the_topic_stays_while_a_worker_writes_to_it(embedded_broker):
+    async with scripted(embedded_broker.bootstrap_servers) as (client, worker):
+        await client.submit("x", request_id="open")
+        await worker.request()
+        topic = client.response_topic
+    assert topic in await topics_of(embedded_broker.bootstrap_servers)
+
+
+async def test_the_end_of_a_cancelled_request_is_heard_before_the_topic_goes(embedded_broker):
+    servers, control = embedded_broker.bootstrap_servers, f"control-{uuid.uuid4().hex}"
+    async with scripted(servers, control_topic=control) as (client, worker):
+        request_id = await client.submit("x", request_id="given-up")
+        request = await worker.request()
+        await client.cancel(request_id)
+        closing = asyncio.create_task(client.close())
+        await asyncio.sleep(0.2)
+        assert not closing.done()
+        topic = client.response_topic
+        await worker.publish(request, done(request, 0, reason="cancelled"))
+        await closing
+        assert topic not in await topics_of(servers)
+
+
 async def test_an_unreachable_broker_is_an_error_and_leaks_nothing():
     with pytest.raises(Exception, match=r"no Kafka broker answers at 127\.0\.0\.1:1"):
         async with Client("127.0.0.1:1"):
