@@ -133,6 +133,8 @@ class EngineStats:
     generated_tokens: int = 0
     preemptions: int = 0
     restarts: int = 0
+    time: dict[str, float] = field(default_factory=dict)
+    """Seconds since the start of the engine's process, by what they were spent on."""
 
 
 class RequestRefused(ValueError):

@@ -44,10 +44,14 @@ def serve(engine: Engine, link: Link) -> None:
     told, idle = 0.0, False
     while True:
         rows: list[list[Any]] = []
-        for message in link.receive(0.0 if engine.has_work() else 2 * STATS_SECONDS):
+        waits = not engine.has_work()
+        messages = link.receive(2 * STATS_SECONDS if waits else 0.0)
+        engine.watch.lap("idle" if waits else "ipc")
+        for message in messages:
             if message[0] == "stop":
                 return
             rows += handle(engine, message)
+        engine.watch.lap("ipc")
         rows += [row(p) for p in engine.step()]
         now, was, idle = time.monotonic(), idle, not engine.has_work()
         if idle and not was:
@@ -55,6 +59,7 @@ def serve(engine: Engine, link: Link) -> None:
         if rows or now - told > STATS_SECONDS or idle != was:
             link.send(["out", rows, asdict(engine.stats())])
             told = now
+        engine.watch.lap("ipc")
 
 
 def handle(engine: Engine, message: list[Any]) -> list[list[Any]]:

@@ -28,6 +28,7 @@ from plait.engine.runner import Runner
 from plait.engine.sampler import Sampler
 from plait.engine.scheduler import Scheduler
 from plait.engine.sequence import Sequence, Status
+from plait.engine.stopwatch import Stopwatch
 
 DEFAULT_BUDGET = {"cpu": 256}
 
@@ -89,6 +90,7 @@ class Engine:
         )
         self.sampler = Sampler(config.max_running, self.model.vocab_size, self.eos)
         self.counters = Counters()
+        self.watch = Stopwatch()
         self.on_admit: Callable[[list[Sequence]], None] = lambda seqs: None
         self.seqs: dict[str, Sequence] = {}
 
@@ -127,11 +129,13 @@ class Engine:
     def step(self) -> list[Progress]:
         """One iteration. Gives the sequences that got a token or ended."""
         chunks = self.scheduler.schedule()
+        self.watch.lap("scheduling")
         if not chunks:
             return []
         if self.scheduler.admitted:
             self.on_admit(self.scheduler.admitted)
         logits = self.runner.run(chunks)
+        self.watch.lap("model")
         self.counters.prompt_tokens += sum(c.prompt_tokens for c in chunks)
         self.scheduler.advance(chunks)
         self.counters.iterations += 1
@@ -139,6 +143,7 @@ class Engine:
         if not sampling:
             return []
         tokens, logprobs = self.sampler.draw(logits, sampling)
+        self.watch.lap("sampling")
         self.counters.generated_tokens += len(tokens)
         now = self.clock()
         return [
@@ -197,6 +202,7 @@ class Engine:
             prompt_tokens=c.prompt_tokens,
             generated_tokens=c.generated_tokens,
             preemptions=s.preemptions,
+            time=self.runner.break_down(self.watch.seconds),
         )
 
     def generate(self, requests: Iterable[GenerationRequest]) -> dict[str, list[int]]:

@@ -31,10 +31,11 @@ class FloatRotary(nn.Module):
         return cos.contiguous(), sin.contiguous()
 
 
-def optimize(model: nn.Module, attention: PagedAttention) -> None:
-    """Change a CPU model in place; its original weights are freed layer by layer."""
+def optimize(model: nn.Module, attention: PagedAttention) -> list[Decoder | PanelLinear]:
+    """Change a CPU model in place; its original weights are freed layer by layer. Gives the compiled parts."""
     dtype = next(model.parameters()).dtype
     base = model.base_model
+    compiled: list[Decoder | PanelLinear] = []
     layers, rotary = getattr(base, "layers", None), getattr(base, "rotary_emb", None)
     if (
         attention.backend == "cpu"
@@ -42,16 +43,19 @@ def optimize(model: nn.Module, attention: PagedAttention) -> None:
         and rotary is not None
         and all(is_known(x, dtype) for x in layers)
     ):
-        base.layers = nn.ModuleList([decoder(layers)])
+        compiled.append(decoder(layers))
+        base.layers = nn.ModuleList(compiled)
         base.rotary_emb = FloatRotary(rotary)
         head = getattr(model, "lm_head", None)
         if type(head) is nn.Linear and head.bias is None:
             model.lm_head = PanelLinear(head.weight)
+            compiled.append(model.lm_head)
     if can_pack(dtype):
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
                 if type(child) is nn.Linear and child.weight.dtype == dtype:
                     setattr(parent, name, PackedLinear(child.weight, child.bias))
+    return compiled
 
 
 def is_known(layer: nn.Module, dtype: torch.dtype) -> bool:

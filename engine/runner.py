@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from plait.engine.probe import probe
 from plait.engine.sequence import Chunk, Sequence
 from plait.kernels.attention import PagedAttention
 from plait.kernels.batch import Batch
+from plait.kernels.decoder import Decoder, PanelLinear
 
 
 class Runner:
@@ -29,9 +32,10 @@ class Runner:
         memory = pool.make(
             self.num_blocks, len(shapes), kv_heads, dim, config.block_size, self.dtype, self.device
         )
+        self.compiled: list[Decoder | PanelLinear] = []
         self.attention = PagedAttention(memory, q_heads)
         if self.device.type == "cpu":
-            fastpath.optimize(model, self.attention)
+            self.compiled = fastpath.optimize(model, self.attention)
         longest = longest_sequence(model)
         limits = [config.max_model_len or longest, longest, self.num_blocks * self.block_size]
         self.max_tokens_total = min(limits)
@@ -39,6 +43,15 @@ class Runner:
         self.tables = np.zeros((config.max_running, width), dtype=np.int32)
         self.owners: list[tuple[Sequence, int] | None] = [None] * config.max_running
         self.filled = [0] * config.max_running
+
+    def break_down(self, seconds: Mapping[str, float]) -> dict[str, float]:
+        """Split the time of the model, as far as its parts are ours: product, attention, rotary, norm."""
+        parts = dict(seconds)
+        for part in self.compiled:
+            for name, spent in part.spent().items():
+                parts[name] = parts.get(name, 0.0) + spent
+                parts["model"] = parts.get("model", 0.0) - spent
+        return parts
 
     def _table(self, seq: Sequence) -> int:
         """Bring the table row of a sequence's seat up to date; only new blocks are written."""

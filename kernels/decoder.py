@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from time import perf_counter
 
 import torch
 from torch import Tensor, nn
@@ -49,12 +50,19 @@ class PanelLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.packed = pack(weight)
+        self.seconds = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features)
         out = torch.empty(rows.shape[0], self.out_features)
+        begun = perf_counter()
         cpu.linear(rows, self.packed, out)
+        self.seconds += perf_counter() - begun
         return out.view(*x.shape[:-1], self.out_features)
+
+    def spent(self) -> dict[str, float]:
+        """Seconds so far, by phase."""
+        return {"product": self.seconds}
 
 
 @dataclass(slots=True)
@@ -85,8 +93,11 @@ class Decoder(nn.Module):
         self.eps, self.scale = eps, scale
         self.kept: list[Tensor] = []
         self.seconds = torch.zeros(len(PHASES), dtype=torch.float64)
-        """Time spent so far in each of PHASES."""
         self.layers: list[cpu.Layer] = []
+
+    def spent(self) -> dict[str, float]:
+        """Seconds so far, by phase."""
+        return dict(zip(PHASES, self.seconds.tolist(), strict=True))
 
     def add(self, w: LayerWeights) -> None:
         self.hidden, self.inner = w.q.shape[1], w.gate.shape[0]
