@@ -9,7 +9,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from plait.engine.models import cache_dir, last_line
+from plait.engine.models import last_line
+from plait.kernels.build import cache_dir
 
 # Prints what a distribution requires, less the packages named after it.
 REQUIRES = """

@@ -7,7 +7,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from plait.engine.models import bundled_gguf, cache_dir, resolve
+from plait.engine.models import bundled_gguf, resolve
+from plait.kernels.build import cache_dir
 
 TYPES = {
     "F16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),

@@ -19,6 +19,8 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from plait.kernels.build import cache_dir as cache_dir  # the service may not import kernels
+
 log = logging.getLogger(__name__)
 
 BUNDLED = "smollm2"
@@ -63,13 +65,6 @@ def resolve(name: str, cache: Path | None = None) -> Path:
     raise ModelUnavailable(
         f"no model {name!r}: give {BUNDLED!r}, a directory, an existing .gguf file or a hub id (owner/name)"
     )
-
-
-def cache_dir() -> Path:
-    """Where models are kept."""
-    if own := os.environ.get("PLAIT_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "plait"
 
 
 def converted(label: str, content: str, models: Path, source: Callable[[], Path]) -> Path:

@@ -28,8 +28,8 @@ FLAGS = [
 def cache_dir() -> Path:
     """Where plait keeps what it can make again: `PLAIT_CACHE`, else `plait` in the user's cache folder."""
     if configured := os.environ.get("PLAIT_CACHE"):
-        return Path(configured)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "plait"
+        return Path(configured).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "plait"
 
 
 def compiler() -> str | None:

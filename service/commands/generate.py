@@ -5,17 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from plait.service.commands.options import BootstrapServers, RequestsTopic, Timeout
-
-if TYPE_CHECKING:
-    from plait.service.client import Client
-
-CANCEL_WAIT_S = 3.0
 
 
 def command(
@@ -107,12 +101,8 @@ async def _generate(
                             print(event.text, end="", flush=True)
                     elif isinstance(event, DoneEvent):
                         done = event
-        except (TimeoutError, StreamBroken):
+        except (asyncio.CancelledError, TimeoutError, StreamBroken):
             await client.cancel(request_id)
-            raise
-        except asyncio.CancelledError:
-            await client.cancel(request_id)
-            await _end_of(client, request_id)
             raise
         finally:
             if pieces and not as_json:
@@ -122,17 +112,6 @@ async def _generate(
             print(json.dumps(_summary(done, "".join(pieces)), ensure_ascii=False))
         elif not pieces:
             print()
-
-
-async def _end_of(client: Client, request_id: str) -> None:
-    """Wait a little for the end of a cancelled request: the client's topic, which goes with the client, is where
-    the worker still writes."""
-    from plait.service.client import RequestFailed, StreamBroken
-
-    with suppress(RequestFailed, StreamBroken, TimeoutError):
-        async with asyncio.timeout(CANCEL_WAIT_S):
-            async for _ in client.stream(request_id):
-                pass
 
 
 def _say(line: str) -> None:
