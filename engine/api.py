@@ -41,6 +41,20 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Objectives:
+    """When a request should be served, by the engine's clock; None where nothing was asked."""
+
+    first_token: float | None = None
+    """The moment by which its first token is due."""
+    per_token: float | None = None
+    """Seconds from one token to the next, on average."""
+    deadline: float | None = None
+    """The moment by which all of it is due."""
+    serve_late: bool = False
+    """Whether it is still wanted when an objective cannot be met."""
+
+
 @dataclass(slots=True)
 class GenerationRequest:
     """One sequence to generate. A wire request with n > 1 becomes n of these.
@@ -56,6 +70,7 @@ class GenerationRequest:
     tenant: str = ""
     arrival: float = 0.0
     output_token_ids: list[int] = field(default_factory=list)
+    slo: Objectives = field(default_factory=Objectives)
 
 
 @dataclass(slots=True)

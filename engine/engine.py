@@ -21,6 +21,7 @@ from plait.engine.api import (
 )
 from plait.engine.block_manager import BlockManager
 from plait.engine.config import EngineConfig
+from plait.engine.kv_cache import KvCache
 from plait.engine.loader import eos_ids, load
 from plait.engine.policy import make_policy
 from plait.engine.pool import OutOfMemory
@@ -80,7 +81,7 @@ class Engine:
             block_size=config.block_size,
         )
         self.scheduler = Scheduler(
-            BlockManager(self.runner.num_blocks, config.block_size),
+            KvCache(BlockManager(self.runner.num_blocks, config.block_size)),
             make_policy(config.policy),
             max_running=config.max_running,
             token_budget=config.token_budget or DEFAULT_BUDGET.get(self.runner.device.type, 2048),
@@ -196,8 +197,8 @@ class Engine:
         return EngineStats(
             waiting=len(s.waiting),
             running=len(s.running),
-            free_blocks=len(s.blocks.free),
-            total_blocks=s.blocks.num_blocks,
+            free_blocks=len(s.kv.blocks.free),
+            total_blocks=s.kv.blocks.num_blocks,
             iterations=c.iterations,
             prompt_tokens=c.prompt_tokens,
             generated_tokens=c.generated_tokens,

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgpack
 
-from plait.engine.api import GenerationRequest, SamplingParams
+from plait.engine.api import GenerationRequest, Objectives, SamplingParams
 
 HEADER = struct.Struct(">I")
 
@@ -37,7 +37,8 @@ def request_in(fields: dict[str, Any]) -> GenerationRequest:
     sampling = fields.pop("sampling")
     for name in ("stop", "stop_token_ids"):
         sampling[name] = tuple(sampling[name])
-    return GenerationRequest(**fields, sampling=SamplingParams(**sampling))
+    slo = Objectives(**fields.pop("slo"))
+    return GenerationRequest(**fields, sampling=SamplingParams(**sampling), slo=slo)
 
 
 class Link:

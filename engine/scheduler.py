@@ -13,14 +13,14 @@ from itertools import count
 from typing import Any
 
 from plait.engine.api import FinishReason
-from plait.engine.block_manager import BlockManager
+from plait.engine.kv_cache import KvCache
 from plait.engine.policy import Policy
 from plait.engine.sequence import Chunk, Sequence, Status
 from plait.engine.waiting import WaitingQueue
 
 
 class Scheduler:
-    """Waiting and running sequences, and the blocks they hold.
+    """Waiting and running sequences.
 
     The running sequence of the first rank always gets what it needs, at the cost of the last ones, and no sequence
     is longer than the pool: so every iteration makes progress. One that was preempted `max_preemptions` times comes
@@ -29,7 +29,7 @@ class Scheduler:
 
     def __init__(
         self,
-        blocks: BlockManager,
+        kv: KvCache,
         policy: Policy,
         *,
         max_running: int,
@@ -38,12 +38,12 @@ class Scheduler:
         watermark: float,
         clock: Callable[[], float],
     ):
-        self.blocks = blocks
+        self.kv = kv
         self.policy = policy
         # More than one token for each, or decodes would keep a prompt from ever being prefilled.
-        self.token_budget = max(token_budget, max_running + blocks.block_size)
+        self.token_budget = max(token_budget, max_running + kv.blocks.block_size)
         self.max_preemptions = max_preemptions
-        self.reserve = max(1, math.ceil(watermark * blocks.num_blocks))
+        self.reserve = max(1, math.ceil(watermark * kv.blocks.num_blocks))
         self.clock = clock
         self.waiting = WaitingQueue(self._rank)
         self.running: list[Sequence] = []
@@ -90,35 +90,31 @@ class Scheduler:
 
         A victim has no chunk yet: decodes go by rank, and a sequence with more to compute got its blocks on admission.
         """
-        missing = self.blocks.needed(len(seq.blocks), len(seq.tokens))
-        while not self.blocks.can_allocate(missing):
+        while not self.kv.grow(seq):
             victim = self.running[-1]
             if victim is seq:
                 return False
             self._preempt(victim)
-        seq.blocks += self.blocks.allocate(missing)
         return True
 
     def _preempt(self, seq: Sequence) -> None:
-        """Back to waiting; what it computed is computed again from its tokens."""
+        """Back to waiting."""
         self.preemptions += 1
+        self.kv.evict(seq)
         self._leave(seq)
         seq.preemptions += 1
         if seq.preemptions >= self.max_preemptions and seq.protected is None:
             seq.protected = next(self._protections)
         seq.timeline.preemptions.append(self.clock())
-        seq.computed = 0
         seq.status = Status.WAITING
         self.waiting.push(seq)
 
     def _admit(self) -> None:
         while self._budget and self.seats and (seq := self.waiting.peek()):
-            needed = self.blocks.needed(0, len(seq.tokens))
             # The reserve keeps a sequence out that would be preempted, or preempt, as soon as it is in.
-            if not self.blocks.can_allocate(needed + (self.reserve if self.running else 0)):
+            if not self.kv.admit(seq, self.reserve if self.running else 0):
                 break
             self.waiting.pop()
-            seq.blocks = self.blocks.allocate(needed)
             seq.seat = self.seats.pop()
             seq.status = Status.RUNNING
             if seq.timeline.scheduled is None:
@@ -129,8 +125,7 @@ class Scheduler:
 
     def advance(self, chunks: list[Chunk]) -> None:
         """The chunks were computed: their KV is in the pool."""
-        for chunk in chunks:
-            chunk.seq.computed += chunk.count
+        self.kv.written(chunks)
 
     def finish(self, seq: Sequence, reason: FinishReason, message: str | None = None) -> None:
         """End a sequence in whatever state it is; ending one twice changes nothing."""
@@ -138,6 +133,7 @@ class Scheduler:
             return
         was, seq.status = seq.status, Status.FINISHED
         if was is Status.RUNNING:
+            self.kv.release(seq)
             self._leave(seq)
         else:
             self.waiting.forget(seq)
@@ -146,10 +142,9 @@ class Scheduler:
 
     def _leave(self, seq: Sequence) -> None:
         self.running.remove(seq)
-        self.blocks.release(seq.blocks)
         self.seats.append(seq.seat)
-        seq.blocks, seq.seat = [], -1
+        seq.seat = -1
 
     def check(self) -> None:
         """Raise AssertionError when the pool's book-keeping is off; cheap enough to run whenever idle."""
-        self.blocks.check([seq.blocks for seq in self.running])
+        self.kv.check(self.running)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from plait.engine.api import FinishReason, GenerationRequest, SamplingParams, Timeline
+from plait.engine.api import FinishReason, GenerationRequest, Objectives, SamplingParams, Timeline
 
 
 class Status(Enum):
@@ -25,6 +25,7 @@ class Sequence:
     priority: int
     tenant: str
     timeline: Timeline
+    slo: Objectives = field(default_factory=Objectives)
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     status: Status = Status.WAITING
@@ -47,6 +48,7 @@ class Sequence:
             priority=request.priority,
             tenant=request.tenant,
             timeline=Timeline(arrived=request.arrival or now),
+            slo=request.slo,
         )
 
     @property

@@ -130,7 +130,8 @@ class Sampling(BaseModel):
 class Slo(BaseModel):
     """Objectives in milliseconds: to the first token, per token after it, and for the whole.
 
-    `deadline_ms` counts from the request's `created_at`.
+    `deadline_ms` counts from the request's `created_at`, as does `ttft_ms`. When an objective cannot be met any
+    more, `on_miss` says whether the request is refused (`reject`) or served late (`serve`).
     """
 
     model_config = STRICT
@@ -138,6 +139,7 @@ class Slo(BaseModel):
     ttft_ms: int | None = Field(None, ge=1, le=86_400_000)
     tpot_ms: int | None = Field(None, ge=1, le=3_600_000)
     deadline_ms: int | None = Field(None, ge=1, le=604_800_000)
+    on_miss: Literal["reject", "serve"] = "reject"
 
 
 class Request(BaseModel):

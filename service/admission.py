@@ -7,12 +7,13 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
-from plait.engine.api import GenerationRequest, SamplingParams
+from plait.engine.api import GenerationRequest, Objectives, SamplingParams
 from plait.schemas import (
     MSGPACK,
     ErrorCode,
     Request,
     Sampling,
+    Slo,
     WireError,
     canonical_type,
     decode_request,
@@ -95,8 +96,11 @@ class Admission:
         refusal_ = Refused(ErrorCode.INVALID_REQUEST, problem) if problem else self._check_model(request)
         return Incoming(request.request_id, content_type, topic, request, refusal_, echoed)
 
-    async def sequences(self, request: Request, prefix: str, arrived: float) -> list[GenerationRequest]:
-        """Tokenize and unfold `n`. Raises Refused. `prefix` makes the engine's ids unique."""
+    async def sequences(
+        self, request: Request, prefix: str, arrived: float, created: float
+    ) -> list[GenerationRequest]:
+        """Tokenize and unfold `n`. Raises Refused. `prefix` makes the engine's ids unique; `arrived` and `created`
+        are seconds of the monotonic clock."""
         prompt = await self._tokenize(request)
         seed = seed_of(request)
         return [
@@ -107,6 +111,7 @@ class Admission:
                 priority=request.priority,
                 tenant=request.tenant or "",
                 arrival=arrived,
+                slo=objectives(request.slo, created),
             )
             for choice in range(request.sampling.n)
         ]
@@ -161,6 +166,16 @@ def seed_of(request: Request) -> int:
         return request.sampling.seed
     digest = hashlib.blake2b(request.request_id.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2  # room for + choice within 63 bits
+
+
+def objectives(slo: Slo, created: float) -> Objectives:
+    """The wire's milliseconds since `created` as moments of the engine's clock."""
+    return Objectives(
+        first_token=None if slo.ttft_ms is None else created + slo.ttft_ms / 1000,
+        per_token=None if slo.tpot_ms is None else slo.tpot_ms / 1000,
+        deadline=None if slo.deadline_ms is None else created + slo.deadline_ms / 1000,
+        serve_late=slo.on_miss == "serve",
+    )
 
 
 def sampling_params(sampling: Sampling, seed: int) -> SamplingParams:

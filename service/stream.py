@@ -185,7 +185,10 @@ class Stream:
         if self._services.cancels.seen(request.request_id):
             self._end_as = "cancelled"
         if self._end_as is None:
-            sequences = await self._services.admission.sequences(request, str(self._number), self._arrived)
+            created = self._arrived - waited_ms / 1000
+            sequences = await self._services.admission.sequences(
+                request, str(self._number), self._arrived, created
+            )
             if self._end_as is None:
                 self._submit(sequences)
         held: list[Piece] = []

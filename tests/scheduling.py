@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from plait.engine.api import GenerationRequest, SamplingParams
 from plait.engine.block_manager import BlockManager
+from plait.engine.kv_cache import KvCache
 from plait.engine.policy import make_policy
 from plait.engine.scheduler import Scheduler
 from plait.engine.sequence import Chunk, Sequence, Status
@@ -29,7 +30,7 @@ class Drive:
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(
-            BlockManager(self.num_blocks, self.block_size),
+            KvCache(BlockManager(self.num_blocks, self.block_size)),
             make_policy(self.policy),
             max_running=self.max_running,
             token_budget=self.token_budget,
@@ -78,7 +79,7 @@ class Drive:
         return chunks
 
     def _check_chunks(self, chunks: list[Chunk], before: dict[Sequence, int]) -> None:
-        scheduler, blocks = self.scheduler, self.scheduler.blocks
+        scheduler, blocks = self.scheduler, self.scheduler.kv.blocks
         assert sum(c.count for c in chunks) <= scheduler.token_budget
         assert [c.count > 1 for c in chunks] == sorted(c.count > 1 for c in chunks), (
             "single tokens come first"
@@ -130,7 +131,7 @@ class Drive:
     def check_idle(self) -> None:
         assert not self.scheduler.has_work() and not self.scheduler.running
         assert len(self.scheduler.waiting) == 0
-        assert sorted(self.scheduler.blocks.free) == list(range(self.num_blocks)), "the pool is not whole"
+        assert sorted(self.scheduler.kv.blocks.free) == list(range(self.num_blocks)), "the pool is not whole"
         assert sorted(self.scheduler.seats) == list(range(self.max_running))
         for seq in self.seqs:
             assert seq.status is Status.FINISHED

@@ -40,7 +40,9 @@ def request(
 
 def idle(made: Engine) -> bool:
     made.scheduler.check()
-    return not made.has_work() and not made.seqs and len(made.scheduler.blocks.free) == made.model.num_blocks
+    return (
+        not made.has_work() and not made.seqs and len(made.scheduler.kv.blocks.free) == made.model.num_blocks
+    )
 
 
 @pytest.mark.parametrize(

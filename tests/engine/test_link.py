@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from plait.engine.api import GenerationRequest, SamplingParams
+from plait.engine.api import GenerationRequest, Objectives, SamplingParams
 from plait.engine.link import Link, pack, request_in, request_out, unpack
 
 
@@ -31,7 +31,8 @@ def test_a_request_comes_out_as_it_went_in() -> None:
         logit_bias={0: -1.5, 151_000: 99.0},
         logprobs=3,
     )
-    request = GenerationRequest("a.b-c_1", [0, 2**31 - 1], sampling, 9, "tenant", 1.25, [5, 6])
+    slo = Objectives(1.0, 0.1, 60.5)
+    request = GenerationRequest("a.b-c_1", [0, 2**31 - 1], sampling, 9, "tenant", 1.25, [5, 6], slo)
     assert request_in(unpack(pack(["add", request_out(request)])[4:])[1]) == request
 
 

@@ -100,7 +100,10 @@ def test_limits_in_the_tables_are_those_of_the_schema() -> None:
             for key in ("minimum", "maximum", "exclusiveMinimum", "maxLength", "maxItems", "maxProperties"):
                 if key in bounds:
                     assert as_written(bounds[key]) in row[1], (name, key)
-    for name, limits in schema["$defs"]["Slo"]["properties"].items():
+    objectives = schema["$defs"]["Slo"]["properties"]
+    for choice in objectives.pop("on_miss")["anyOf"][0]["enum"]:
+        assert f"`{choice}`" in PAGE
+    for name, limits in objectives.items():
         assert f"`{name}` 1 to {limits['anyOf'][0]['maximum']:,}" in PAGE
 
 

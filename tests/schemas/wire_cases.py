@@ -36,7 +36,7 @@ REQUEST: dict[str, Any] = {
     "v": 1,
     "sampling": SAMPLING,
     "priority": 4,
-    "slo": {},
+    "slo": {"on_miss": "reject"},
     "stream": True,
     "metadata": {},
 }
@@ -50,7 +50,7 @@ def to_json(fields: Any) -> bytes:
 
 def request_of(given: dict[str, Any]) -> dict[str, Any]:
     sampling = SAMPLING | given.get("sampling", {})
-    return REQUEST | given | {"sampling": sampling}
+    return REQUEST | given | {"sampling": sampling, "slo": REQUEST["slo"] | given.get("slo", {})}
 
 
 def event(kind: str, **fields: Any) -> dict[str, Any]:
@@ -90,7 +90,7 @@ FULL_REQUEST = {
         "include_stop_str_in_output": True,
     },
     "priority": 9,
-    "slo": {"ttft_ms": 500, "tpot_ms": 50, "deadline_ms": 60000},
+    "slo": {"ttft_ms": 500, "tpot_ms": 50, "deadline_ms": 60000, "on_miss": "serve"},
     "response_topic": "client-7.responses",
     "stream": False,
     "created_at": 1764450000123,
