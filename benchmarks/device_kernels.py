@@ -26,7 +26,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.interpret:
         os.environ["TRITON_INTERPRET"] = "1"
-    _link()
+    link()
 
     import torch
     from device_checks import run_checks
@@ -54,7 +54,7 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _link() -> None:
+def link() -> None:
     """Make `plait` and the tests' helpers importable without an installation."""
     package = ROOT / "build" / "link" / "plait"
     package.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ def _link() -> None:
         link = package / room
         if not link.exists():
             link.symlink_to(ROOT / room)
-    sys.path[:0] = [str(package.parent), str(ROOT / "tests" / "kernels")]
+    sys.path[:0] = [str(package.parent), str(ROOT / "tests"), str(ROOT / "tests" / "kernels")]
 
 
 if __name__ == "__main__":
