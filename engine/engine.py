@@ -19,19 +19,14 @@ from plait.engine.api import (
     TokenLogprob,
     check,
 )
-from plait.engine.block_manager import BlockManager
+from plait.engine.assemble import make_scheduler
 from plait.engine.config import EngineConfig
-from plait.engine.kv_cache import KvCache
 from plait.engine.loader import eos_ids, load
-from plait.engine.policy import make_policy
 from plait.engine.pool import OutOfMemory
 from plait.engine.runner import Runner
 from plait.engine.sampler import Sampler
-from plait.engine.scheduler import Scheduler
 from plait.engine.sequence import Sequence, Status
 from plait.engine.stopwatch import Stopwatch
-
-DEFAULT_BUDGET = {"cpu": 256}
 
 
 @dataclass(slots=True)
@@ -80,15 +75,7 @@ class Engine:
             num_blocks=self.runner.num_blocks,
             block_size=config.block_size,
         )
-        self.scheduler = Scheduler(
-            KvCache(BlockManager(self.runner.num_blocks, config.block_size)),
-            make_policy(config.policy),
-            max_running=config.max_running,
-            token_budget=config.token_budget or DEFAULT_BUDGET.get(self.runner.device.type, 2048),
-            max_preemptions=config.max_preemptions,
-            watermark=config.watermark,
-            clock=clock,
-        )
+        self.scheduler = make_scheduler(config, self.runner.num_blocks, self.runner.device.type, clock)
         self.sampler = Sampler(config.max_running, self.model.vocab_size, self.eos)
         self.counters = Counters()
         self.watch = Stopwatch()
