@@ -91,6 +91,8 @@ class Timeline:
     first_token: float | None = None
     finished: float | None = None
     preemptions: list[float] = field(default_factory=list)
+    swaps: list[float] = field(default_factory=list)
+    """Those of the preemptions after which it kept what it had computed, in the CPU pool."""
     restarts: list[float] = field(default_factory=list)
 
 

@@ -54,11 +54,11 @@ def serve(engine: Engine, link: Link) -> None:
         engine.watch.lap("ipc")
         rows += [row(p) for p in engine.step()]
         now, was, idle = time.monotonic(), idle, not engine.has_work()
-        if idle and not was:
-            engine.scheduler.check()
         if rows or now - told > STATS_SECONDS or idle != was:
             link.send(["out", rows, asdict(engine.stats())])
             told = now
+        if idle and not was:
+            engine.scheduler.kv.check_idle()
         engine.watch.lap("ipc")
 
 

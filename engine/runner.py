@@ -41,7 +41,7 @@ class Runner:
         self.max_tokens_total = min(limits)
         width = -(-self.max_tokens_total // self.block_size)
         self.tables = np.zeros((config.max_running, width), dtype=np.int32)
-        self.owners: list[tuple[Sequence, int] | None] = [None] * config.max_running
+        self.owners: list[tuple[Sequence, int, int] | None] = [None] * config.max_running
         self.filled = [0] * config.max_running
 
     def break_down(self, seconds: Mapping[str, float]) -> dict[str, float]:
@@ -54,10 +54,11 @@ class Runner:
         return parts
 
     def _table(self, seq: Sequence) -> int:
-        """Bring the table row of a sequence's seat up to date; only new blocks are written."""
+        """Bring the table row of a sequence's seat up to date; only new blocks are written, mostly."""
         seat, count = seq.seat, len(seq.blocks)
-        if self.owners[seat] != (seq, seq.preemptions):
-            self.owners[seat], self.filled[seat] = (seq, seq.preemptions), 0
+        owner = (seq, seq.preemptions, seq.replaced)
+        if self.owners[seat] != owner:
+            self.owners[seat], self.filled[seat] = owner, 0
         if self.filled[seat] < count:
             self.tables[seat, self.filled[seat] : count] = seq.blocks[self.filled[seat] :]
             self.filled[seat] = count

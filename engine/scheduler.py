@@ -69,6 +69,7 @@ class Scheduler:
         """The next iteration's chunks: single tokens first, then longer ones. Empty only when there is no work."""
         self.running.sort(key=self._rank)
         self._chosen: list[Chunk] = []
+        self._arriving: list[Chunk] = []
         self._budget = self.token_budget
         self.admitted = []
         preempted_before = self.preemptions
@@ -78,11 +79,12 @@ class Scheduler:
                 self._choose(seq)
         if self.preemptions == preempted_before:
             self._admit()
-        return sorted(self._chosen, key=lambda c: c.count > 1)
+        # When all are still being copied in, the iteration waits for them.
+        return sorted(self._chosen or self._arriving, key=lambda c: c.count > 1)
 
     def _choose(self, seq: Sequence) -> None:
         chunk = Chunk(seq, min(seq.remaining, self._budget))
-        self._chosen.append(chunk)
+        (self._chosen if self.kv.ready(seq) else self._arriving).append(chunk)
         self._budget -= chunk.count
 
     def _grow(self, seq: Sequence) -> bool:
@@ -100,12 +102,14 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         """Back to waiting."""
         self.preemptions += 1
-        self.kv.evict(seq)
+        now = self.clock()
+        if self.kv.evict(seq):
+            seq.timeline.swaps.append(now)
         self._leave(seq)
         seq.preemptions += 1
         if seq.preemptions >= self.max_preemptions and seq.protected is None:
             seq.protected = next(self._protections)
-        seq.timeline.preemptions.append(self.clock())
+        seq.timeline.preemptions.append(now)
         seq.status = Status.WAITING
         self.waiting.push(seq)
 
@@ -132,8 +136,9 @@ class Scheduler:
         if seq.status is Status.FINISHED:
             return
         was, seq.status = seq.status, Status.FINISHED
+        # An error may come from what is in the pool: nobody else is to read it.
+        self.kv.release(seq, sound=reason != "error")
         if was is Status.RUNNING:
-            self.kv.release(seq)
             self._leave(seq)
         else:
             self.waiting.forget(seq)
@@ -146,5 +151,5 @@ class Scheduler:
         seq.seat = -1
 
     def check(self) -> None:
-        """Raise AssertionError when the pool's book-keeping is off; cheap enough to run whenever idle."""
+        """Raise AssertionError when the pool's book-keeping is off."""
         self.kv.check(self.running)

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from plait.engine.api import FinishReason, GenerationRequest, Objectives, SamplingParams, Timeline
+from plait.engine.page_store import Transfer
+from plait.engine.prefix_cache import Page
 
 
 class Status(Enum):
@@ -28,6 +30,15 @@ class Sequence:
     slo: Objectives = field(default_factory=Objectives)
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
+    pages: list[Page] = field(default_factory=list)
+    """Of the first of `blocks`, while it runs; of all that it computed, while it is swapped out; else what the prefix
+    cache had when it was last asked."""
+    replaced: int = 0
+    """How often a block of it was replaced by another one of the same content."""
+    arriving: Transfer | None = None
+    """The copy that brings in what it computed before, while that is under way."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that the prefix cache had when it first ran."""
     status: Status = Status.WAITING
     preemptions: int = 0
     number: int = 0

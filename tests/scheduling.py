@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from fake_mover import FakeMover
 from plait.engine.api import GenerationRequest, SamplingParams
 from plait.engine.block_manager import BlockManager
 from plait.engine.kv_cache import KvCache
@@ -23,14 +24,28 @@ class Drive:
     max_preemptions: int = 3
     watermark: float = 0.02
     policy: str = "priority"
+    host_blocks: int = 0
+    preemption: str = "swap"
+    prefix_cache: bool = False
+    late: bool = False
+    """Copies are made as late as they may be."""
+    ahead: int = 0
     now: float = 0.0
     computed: dict[Sequence, tuple[int, int]] = field(default_factory=dict)
     """Of each sequence: the residence (its number of preemptions) and the positions computed in it."""
     seqs: list[Sequence] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.mover = FakeMover(self.num_blocks, self.host_blocks, self.block_size, self.late, self.ahead)
+        self.kv = KvCache(
+            BlockManager(self.num_blocks, self.block_size),
+            host_blocks=self.host_blocks,
+            mover=self.mover if self.host_blocks else None,
+            preemption=self.preemption,
+            prefix_cache=self.prefix_cache,
+        )
         self.scheduler = Scheduler(
-            KvCache(BlockManager(self.num_blocks, self.block_size)),
+            self.kv,
             make_policy(self.policy),
             max_running=self.max_running,
             token_budget=self.token_budget,
@@ -43,13 +58,26 @@ class Drive:
     def capacity(self) -> int:
         return self.num_blocks * self.block_size
 
-    def add(self, prompt: int, max_tokens: int, priority: int = 4, arrival: float | None = None) -> Sequence:
+    def add(
+        self,
+        prompt: int,
+        max_tokens: int,
+        priority: int = 4,
+        arrival: float | None = None,
+        *,
+        shared: int | None = None,
+        tenant: str = "",
+    ) -> Sequence:
+        """All prompts begin with the same tokens; after `shared` of them they are this sequence's own."""
         self.now += 1
+        number = len(self.seqs)
+        common = prompt if shared is None else min(shared, prompt)
         request = GenerationRequest(
-            str(len(self.seqs)),
-            list(range(prompt)),
+            str(number),
+            list(range(common)) + [1_000_000 * (number + 1) + i for i in range(prompt - common)],
             SamplingParams(max_tokens=max_tokens),
             priority,
+            tenant,
             arrival=self.now if arrival is None else arrival,
         )
         seq = Sequence.of(request, self.now)
@@ -67,6 +95,9 @@ class Drive:
         chunks = scheduler.schedule()
         self._check_chunks(chunks, before)
         assert bool(chunks) == had_work, "an iteration with work makes progress"
+        self.mover.settle([block for chunk in chunks for block in chunk.seq.blocks])
+        for chunk in chunks:
+            self.mover.compute(chunk.seq, chunk.count)
         scheduler.advance(chunks)
         for chunk in chunks:
             seq = chunk.seq
@@ -88,23 +119,32 @@ class Drive:
         for chunk in chunks:
             seq = chunk.seq
             assert seq.status is Status.RUNNING, "a chunk of a sequence that does not run"
-            residence, done = self.computed.get(seq, (-1, 0))
-            assert seq.computed == (done if residence == seq.preemptions else 0), (
-                "computed twice, or left out"
-            )
+            self._check_progress(seq)
             assert 1 <= chunk.count <= seq.remaining
             assert seq.computed + chunk.count <= len(seq.blocks) * self.block_size, "no memory for the chunk"
         chosen = {c.seq for c in chunks}
         for seq, preemptions in before.items():
             if seq.preemptions > preemptions:
                 self._check_victim(seq)
-            elif seq not in chosen:
+            elif seq not in chosen and not self.late:
                 # It decodes and memory is out: nobody behind it is left to be preempted for it.
                 assert seq.remaining == 1, "a partly prefilled prompt got nothing"
                 missing = blocks.needed(len(seq.blocks), len(seq.tokens))
                 assert missing > 0 and scheduler.running[-1] is seq
         seats = [seq.seat for seq in scheduler.running]
         assert len(set(seats)) == len(seats) and all(0 <= seat < self.max_running for seat in seats)
+
+    def _check_progress(self, seq: Sequence) -> None:
+        """It goes on where it was, unless it was put out and not swapped: then where the prefix cache lets it begin."""
+        residence, done = self.computed.get(seq, (-1, 0))
+        since = seq.timeline.preemptions[residence:]
+        kept = residence >= 0 and all(at in seq.timeline.swaps for at in since)
+        if kept:
+            assert seq.computed == done, "computed twice, or left out"
+        elif self.prefix_cache:
+            assert seq.computed % self.block_size == 0 and seq.computed < len(seq.tokens)
+        else:
+            assert seq.computed == 0, "computed by nobody"
 
     def _check_victim(self, victim: Sequence) -> None:
         assert victim.status is not Status.FINISHED
@@ -115,7 +155,7 @@ class Drive:
 
     def check_pool(self) -> None:
         self.scheduler.check()
-        held = [block for seq in self.scheduler.running for block in seq.blocks]
+        held = [block for seq in self.scheduler.running for block in seq.blocks[len(seq.pages) :]]
         assert len(set(held)) == len(held), "a block has two owners"
         for seq in self.seqs:
             if seq.status is not Status.RUNNING:
@@ -131,7 +171,9 @@ class Drive:
     def check_idle(self) -> None:
         assert not self.scheduler.has_work() and not self.scheduler.running
         assert len(self.scheduler.waiting) == 0
-        assert sorted(self.scheduler.kv.blocks.free) == list(range(self.num_blocks)), "the pool is not whole"
+        self.kv.check_idle()
+        blocks = self.kv.blocks
+        assert sorted([*blocks.free, *blocks.kept]) == list(range(self.num_blocks)), "the pool is not whole"
         assert sorted(self.scheduler.seats) == list(range(self.max_running))
         for seq in self.seqs:
             assert seq.status is Status.FINISHED
