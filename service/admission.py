@@ -68,6 +68,7 @@ class Admission:
     def __init__(self, settings: Settings, engine: EngineLike, topics: Topics) -> None:
         self._engine = engine
         self._topics = topics
+        self._priorities = {lane.topic: lane.priority for lane in settings.topics.all_lanes()}
         self._names = {settings.engine.model, *settings.worker.model_aliases}
 
     def read(self, record: Any) -> Incoming:
@@ -93,6 +94,9 @@ class Admission:
             refusal = Refused(error.code, str(error))
             return Incoming(error.request_id, found, topic, None, refusal, echoed)
         topic, problem = self._response_topic(request.request_id, request.response_topic, record.headers)
+        priority = self._priorities.get(record.topic)
+        if priority is not None and "priority" not in request.model_fields_set:
+            request = request.model_copy(update={"priority": priority})
         refusal_ = Refused(ErrorCode.INVALID_REQUEST, problem) if problem else self._check_model(request)
         return Incoming(request.request_id, content_type, topic, request, refusal_, echoed)
 

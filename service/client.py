@@ -208,7 +208,7 @@ class Client:
         request_id: str | None = None,
         model: str | None = None,
         tenant: str | None = None,
-        priority: int = 4,
+        priority: int | None = None,
         slo: Slo | Mapping[str, float] | None = None,
         stream: bool = True,
         metadata: Mapping[str, Any] | None = None,
@@ -216,7 +216,7 @@ class Client:
     ) -> str:
         """Produce one request and return its id once the brokers have it.
 
-        From now on its events are kept until `stream` takes them.
+        From now on its events are kept until `stream` takes them. Without `priority` it is that of the lane, or 4.
 
         `sampling` takes the fields of `Sampling`: max_tokens, temperature, seed, stop, ... Raises TypeError
         for other names, WireError for what the wire refuses, RequestTooLarge, and KafkaError.

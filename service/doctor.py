@@ -192,7 +192,7 @@ async def broker(bootstrap_servers: str, patience: float = 10.0) -> AsyncIterato
         yield Check("broker", "fail", reason, "check the address, and that it runs")
         return
     yield Check("broker", "ok", f"{bootstrap_servers}, {len(cluster['brokers'])} in the cluster")
-    for name in (topics.requests, topics.control, topics.dlq):
+    for name in (*(lane.topic for lane in topics.all_lanes()), topics.control, topics.dlq):
         yield _topic(name, found.get(name))
     if limit is not None:
         yield _limit(topics.requests, limit, settings.worker.max_event_bytes)

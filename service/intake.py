@@ -15,7 +15,8 @@ from plait.service.clock import Clock
 from plait.service.kafka import connection, say, step
 from plait.service.leases import Lease, Partition
 from plait.service.metrics import Metrics
-from plait.service.settings import Settings
+from plait.service.read_ahead import ReadAhead
+from plait.service.settings import LaneSettings, Settings
 
 log = logging.getLogger(__name__)
 
@@ -23,16 +24,18 @@ POLL_MS = 200
 RETRY_BACKOFF_S = 1.0
 MAX_FAILED_POLLS = 5
 COMMIT_TIMEOUT_S = 5.0
-RESUME_AT = 0.75  # of the limits: every pause throws away what was fetched ahead
+POLL_RECORDS = 64  # at a time: other lanes and running requests have their turn in between
+FETCH_MAX_BYTES = 50 * 1024 * 1024  # of one answer of a broker
 
 OnRecord = Callable[[Any, Lease], None]
 
 
 class Intake:
-    """One member of the consumer group.
+    """Reads one lane, as one member of its consumer group.
 
-    At most `max_in_flight` requests are out at a time; their bytes may exceed `max_in_flight_bytes` by what
-    one poll returns. Partitions are paused meanwhile, and polling goes on, so that the group keeps us.
+    `read_ahead` says how many requests may be out at a time; their bytes may exceed its limit by the last of
+    them. Partitions are paused meanwhile, and the group keeps us. A lane has a consumer of its own, so that
+    what one lane fetches never stands before another's, and its pauses cost no other lane what it had fetched.
     """
 
     def __init__(
@@ -42,7 +45,13 @@ class Intake:
         clock: Clock,
         on_record: OnRecord,
         make_consumer: Callable[..., Any] = AIOKafkaConsumer,
+        lane: LaneSettings | None = None,
+        read_ahead: ReadAhead | None = None,
     ) -> None:
+        lanes = settings.topics.all_lanes()
+        self.lane = lane or lanes[0]
+        self._read_ahead = read_ahead or ReadAhead(settings.worker, lanes)
+        self._read_ahead.listen(self._freed)
         self._settings = settings
         self._limits = settings.worker
         self._metrics = metrics
@@ -56,14 +65,21 @@ class Intake:
         self._committer: asyncio.Task[None] | None = None
         self._draining = False
         self._closed = False
-        self._full = False
+        self._room = asyncio.Event()  # something was resumed
         self._careful = False  # while a record that cannot be decoded is looked for
         self._astray = False  # with that error aiokafka loses what it had drained of other partitions
         self._held: set[TopicPartition] = set()
         self._polled = clock.monotonic()
-        self.in_flight = 0
-        self.in_flight_bytes = 0
         self.assigned = asyncio.Event()
+
+    @property
+    def in_flight(self) -> int:
+        """Requests of this lane that are read and not yet answered."""
+        return self._read_ahead.requests(self.lane.name)
+
+    @property
+    def in_flight_bytes(self) -> int:
+        return self._read_ahead.bytes(self.lane.name)
 
     async def run(self) -> None:
         """Poll until `close`. Recovers from every failure of the broker, and says so."""
@@ -85,17 +101,46 @@ class Intake:
                     await self._reopen()
                 continue
             self._polled = self._clock.monotonic()
-            for records in batch.values():
-                for record in records:
-                    self._take(record)
+            for tp, records in batch.items():
+                await self._take_all(tp, records)
 
     async def _poll(self) -> dict[TopicPartition, list[Any]]:
-        room = max(1, self._limits.max_in_flight - self.in_flight)
+        free = self._consumer.assignment() - self._held
+        if self._held and not free:
+            return await self._hold()
+        asked = min(POLL_RECORDS, max(1, self._read_ahead.room(self.lane.name)))
+        # Polling a paused partition throws away what was fetched of it.
+        only = free if self._held else ()
         try:
-            return await self._consumer.getmany(timeout_ms=POLL_MS, max_records=room)  # type: ignore[no-any-return]
+            batch = await self._consumer.getmany(*only, timeout_ms=POLL_MS, max_records=asked)
         except UnicodeDecodeError:
             self._careful = self._astray = True
             return {}
+        self._read_ahead.want(self.lane.name, sum(map(len, batch.values())) >= asked)
+        return batch  # type: ignore[no-any-return]
+
+    async def _take_all(self, tp: TopicPartition, records: list[Any]) -> None:
+        """Take what was polled, as far as there still is room: another lane may have taken it meanwhile."""
+        partition = self._partitions.get(tp)
+        for record in records:
+            while not self._read_ahead.room(self.lane.name) and not self._draining:
+                self._balance()
+                await self._hold()
+            if self._partitions.get(tp) is not partition:
+                return  # another assignment, to which these will be delivered again
+            self._take(record)
+
+    async def _hold(self) -> dict[TopicPartition, list[Any]]:
+        """Wait for room instead of polling, and count as polling with the group."""
+        self._polled = self._clock.monotonic()
+        self._room.clear()
+        with self._consumer._subscription.fetch_context():
+            try:
+                async with asyncio.timeout(POLL_MS / 1000):
+                    await self._room.wait()
+            except TimeoutError:
+                pass
+        return {}
 
     async def _rewind(self) -> None:
         """Back to what was taken last."""
@@ -165,9 +210,10 @@ class Intake:
         for lost in before.values():
             self._lose(lost)
         self._metrics.rebalances.inc()
-        self._metrics.assigned.set(len(assigned))
+        self._metrics.assigned.labels(lane=self.lane.name).set(len(assigned))
         log.info(
-            "generation %d: %d partitions assigned, %d lost, %d requests in flight",
+            "%s, generation %d: %d partitions assigned, %d lost, %d requests in flight",
+            self.lane.topic,
             generation,
             len(assigned),
             len(before),
@@ -190,40 +236,40 @@ class Intake:
             log.debug("%s[%d]@%d was delivered before", record.topic, record.partition, record.offset)
             return
         size = len(record.value or b"") + len(record.key or b"")
-        self.in_flight += 1
-        self.in_flight_bytes += size
+        self._read_ahead.take(self.lane.name, size)
         self._observe()
         self._on_record(record, Lease(partition, record.offset, size, self._ended))
 
     def _ended(self, lease: Lease) -> None:
-        self.in_flight -= 1
-        self.in_flight_bytes -= lease.size
+        self._read_ahead.give_back(self.lane.name, lease.size)
         self._observe()
+
+    def _freed(self) -> None:
         if self._held:
             self._balance()
 
     def _observe(self) -> None:
-        self._metrics.in_flight.set(self.in_flight)
-        self._metrics.in_flight_bytes.set(self.in_flight_bytes)
+        self._metrics.in_flight.labels(lane=self.lane.name).set(self.in_flight)
+        self._metrics.in_flight_bytes.labels(lane=self.lane.name).set(self.in_flight_bytes)
 
     def _balance(self) -> None:
         """Pause or resume all assigned partitions by what is in flight."""
-        limit, byte_limit = self._limits.max_in_flight, self._limits.max_in_flight_bytes
-        if self.in_flight >= limit or self.in_flight_bytes >= byte_limit:
-            self._full = True
-        elif self.in_flight <= limit * RESUME_AT and self.in_flight_bytes <= byte_limit * RESUME_AT:
-            self._full = False
         if self._consumer is None:
             return
         assigned, paused = self._consumer.assignment(), self._consumer.paused()
-        if self._full or self._draining:
-            self._held = assigned
+        full = self._read_ahead.room(self.lane.name) == 0
+        if full or not assigned:
+            self._read_ahead.want(self.lane.name, full and bool(assigned))
+        if full or self._draining:
+            self._held = set(assigned)
         else:
             window = self._limits.max_window
             self._held = {tp for tp, p in self._partitions.items() if p.tracker.window >= window} & assigned
         self._consumer.pause(*(self._held - paused))
         self._consumer.resume(*(paused - self._held))
-        self._metrics.paused.set(len(self._held))
+        self._metrics.paused.labels(lane=self.lane.name).set(len(self._held))
+        if len(self._held) < len(assigned):
+            self._room.set()
 
     async def _commit_forever(self) -> None:
         while True:
@@ -280,12 +326,12 @@ class Intake:
                     self._metrics.lag.labels(tp.topic, tp.partition).set(max(0, end - position))
 
     async def _open(self) -> None:
-        kafka = self._settings.kafka
+        kafka, lane = self._settings.kafka, self.lane
         # aiokafka keeps the sticky assignor's memory in the class: each consumer needs a class of its own.
         assignor = type("Sticky", (StickyPartitionAssignor,), {})
         consumer = self._make_consumer(
-            **connection(kafka, "requests"),
-            group_id=kafka.group_id,
+            **connection(kafka, f"requests-{lane.name}"),
+            group_id=self._settings.topics.group_of(lane.topic, kafka.group_id),
             enable_auto_commit=False,
             auto_offset_reset="earliest",
             isolation_level="read_committed",
@@ -295,8 +341,9 @@ class Intake:
             rebalance_timeout_ms=max(kafka.session_timeout_ms, 10_000),
             max_poll_interval_ms=kafka.max_poll_interval_ms,
             fetch_max_wait_ms=kafka.fetch_max_wait_ms,
+            fetch_max_bytes=min(FETCH_MAX_BYTES, self._read_ahead.byte_limit(lane.name)),
         )
-        consumer.subscribe([self._settings.topics.requests], listener=Rebalances(self, consumer))
+        consumer.subscribe([lane.topic], listener=Rebalances(self, consumer))
         self._consumer = consumer  # the listener needs it while start() still waits for an assignment
         try:
             await consumer.start()

@@ -16,6 +16,8 @@ from pydantic_settings import (
 
 from plait.schemas.names import CONTROL_TOPIC, DLQ_TOPIC, REQUESTS_TOPIC, RESPONSES_PREFIX
 
+DEFAULT_LANE = "default"
+
 
 class SettingsError(ValueError):
     """Settings that cannot be used; the message has one line per offending key."""
@@ -46,10 +48,21 @@ class KafkaSettings(Section):
     commit_on_revoke: bool = True
 
 
+class LaneSettings(Section):
+    """One requests topic among several, and its part of the read-ahead."""
+
+    name: str = Field(pattern=r"^[a-z0-9_-]{1,40}$")
+    topic: str
+    weight: float = Field(1.0, gt=0, allow_inf_nan=False)
+    reserved: float = Field(0.0, ge=0, lt=1)  # of the read-ahead, for this lane alone
+    priority: int | None = Field(None, ge=0, le=9)  # of requests that name none
+
+
 class TopicSettings(Section):
     """Topic names, and what the worker makes and removes."""
 
     requests: str = REQUESTS_TOPIC
+    lanes: list[LaneSettings] = []
     responses_prefix: str = RESPONSES_PREFIX
     control: str = CONTROL_TOPIC
     dlq: str = DLQ_TOPIC
@@ -60,6 +73,18 @@ class TopicSettings(Section):
     response_ttl_s: float = Field(600, gt=0)  # after the terminal event
     response_retention_ms: int = Field(3_600_000, ge=1000)
     orphan_after_s: float = Field(3_600, gt=0)  # without a new record, whoever made it
+
+    def all_lanes(self) -> list[LaneSettings]:
+        """The lanes to read. `requests` is one of them whether it is listed or not: nothing sent there is left
+        unread."""
+        if any(lane.topic == self.requests for lane in self.lanes):
+            return list(self.lanes)
+        return [LaneSettings(name=DEFAULT_LANE, topic=self.requests), *self.lanes]
+
+    def group_of(self, topic: str, group_id: str) -> str:
+        """The consumer group that reads a lane's topic. That of `requests` is `kafka.group_id` itself, so that
+        lanes can be added without losing its offsets."""
+        return group_id if topic == self.requests else f"{group_id}.{topic}"
 
 
 class EngineSettings(Section):
@@ -143,6 +168,17 @@ class Settings(BaseSettings):
         names = [self.topics.requests, self.topics.control, self.topics.dlq]
         if len(set(names)) < len(names):
             raise ValueError("topics.requests, topics.control and topics.dlq must be three topics")
+        lanes = self.topics.all_lanes()
+        for what, values in (
+            ("name", [lane.name for lane in lanes]),
+            ("topic", [lane.topic for lane in lanes]),
+        ):
+            if len(set(values)) < len(values):
+                raise ValueError(f"topics.lanes: two lanes have the same {what}, of {', '.join(values)}")
+        if {lane.topic for lane in lanes} & set(names[1:]):
+            raise ValueError("topics.lanes: topics.control and topics.dlq are no lanes")
+        if lanes[1:] and sum(lane.reserved for lane in lanes) > 0.95:
+            raise ValueError("topics.lanes: at least 0.05 of the read-ahead must be left unreserved")
         return self
 
     @classmethod

@@ -50,7 +50,8 @@ async def admin(kafka: Mapping[str, Any]) -> AsyncIterator[AIOKafkaAdminClient]:
 
 def kind_of(topic: str, settings: TopicSettings) -> str | None:
     """What a topic is for; None when it is none of plait's."""
-    own = {settings.requests: "requests", settings.control: "control", settings.dlq: "dead letters"}
+    own = {settings.control: "control", settings.dlq: "dead letters"}
+    own |= {lane.topic: "requests" for lane in settings.all_lanes()}
     if topic in own:
         return own[topic]
     if topic.startswith(settings.responses_prefix):
@@ -66,7 +67,9 @@ async def report(kafka: Mapping[str, Any], settings: TopicSettings, group_id: st
             for topic in await client.describe_topics()
             if kind_of(topic["topic"], settings)
         }
-        committed = await client.list_consumer_group_offsets(group_id)
+        committed: dict[TopicPartition, Any] = {}
+        for lane in settings.all_lanes():
+            committed |= await client.list_consumer_group_offsets(settings.group_of(lane.topic, group_id))
     everything = [partition for partitions in found.values() for partition in partitions]
     async with AIOKafkaConsumer(**kafka, auto_offset_reset="earliest") as consumer:
         # aiokafka cannot stop a consumer whose tasks have not begun.
@@ -84,7 +87,9 @@ async def report(kafka: Mapping[str, Any], settings: TopicSettings, group_id: st
                 kind=kind_of(topic, settings) or "",
                 partitions=len(partitions),
                 records=sum(ends[p] - begins[p] for p in partitions),
-                lag=_lag(partitions, begins, ends, committed) if topic == settings.requests else None,
+                lag=_lag(partitions, begins, ends, committed)
+                if kind_of(topic, settings) == "requests"
+                else None,
                 age=max(0.0, now - max(times) / 1000) if times else None,
             )
         )

@@ -76,9 +76,9 @@ class Topics:
     def is_own(self, topic: str) -> bool:
         """Whether this is one of plait's topics that are no response topics, or one of Kafka's own."""
         return topic.startswith("__") or topic in (
-            self._settings.requests,
             self._settings.control,
             self._settings.dlq,
+            *(lane.topic for lane in self._settings.all_lanes()),
         )
 
     def is_per_request(self, topic: str) -> bool:
@@ -189,10 +189,10 @@ async def create(admin: Any, topics: Wanted, replication: int) -> tuple[dict[str
 
 
 async def create_own(admin: Any, settings: TopicSettings) -> list[str]:
-    """Make the requests, control and dead-letter topics that are missing; returns those made. Raises
+    """Make the lanes', control and dead-letter topics that are missing; returns those made. Raises
     KafkaError."""
     own: Wanted = {
-        settings.requests: (settings.request_partitions, {}),
+        **{lane.topic: (settings.request_partitions, {}) for lane in settings.all_lanes()},
         settings.control: (1, {}),
         # A dead letter is a message as large as a broker takes, and headers.
         settings.dlq: (1, {"max.message.bytes": str(MAX_REQUEST_BYTES)}),

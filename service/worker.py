@@ -22,6 +22,7 @@ from plait.service.kafka import say
 from plait.service.leases import Lease
 from plait.service.metrics import Metrics
 from plait.service.publisher import Publisher
+from plait.service.read_ahead import ReadAhead
 from plait.service.settings import Settings
 from plait.service.stream import Services, Stream
 from plait.service.sweeper import Sweeper
@@ -69,7 +70,12 @@ class Worker:
         self.publisher = Publisher(settings, self.metrics)
         self.topics = Topics(settings, self.metrics)
         self.sweeper = Sweeper(settings, self.topics, self.metrics, self.clock, self.publisher)
-        self.intake = Intake(settings, self.metrics, self.clock, self._serve)
+        lanes = settings.topics.all_lanes()
+        read_ahead = ReadAhead(settings.worker, lanes)
+        self.intakes = [
+            Intake(settings, self.metrics, self.clock, self._serve, lane=lane, read_ahead=read_ahead)
+            for lane in lanes
+        ]
         self.control = Control(settings, self.metrics, self._cancel)
         self.cancels = Cancels(
             settings.worker.remember_cancels, settings.worker.remember_cancels_s, self.clock
@@ -95,6 +101,11 @@ class Worker:
         if self._stopping.is_set():
             self._forced.set()
         self._stopping.set()
+
+    @property
+    def intake(self) -> Intake:
+        """That of the first lane, which is the only one unless others are configured."""
+        return self.intakes[0]
 
     @property
     def stopping(self) -> bool:
@@ -133,12 +144,16 @@ class Worker:
         self._watch("control", self.control.run())
         # Cancellations are heard before the first request is read.
         await self.control.ready.wait()
-        self._watch("intake", self.intake.run())
+        for intake in self.intakes:
+            self._watch(f"intake-{intake.lane.name}", intake.run())
         self.engine.failed.add_done_callback(self._engine_failed)
-        await self.intake.assigned.wait()
+        for intake in self.intakes:
+            await intake.assigned.wait()
         self._has_started = True
         self.ready.set()
-        log.info("ready: group %s reads %s", settings.kafka.group_id, settings.topics.requests)
+        for lane in settings.topics.all_lanes():
+            group_id = settings.topics.group_of(lane.topic, settings.kafka.group_id)
+            log.info("ready: group %s reads %s", group_id, lane.topic)
 
     async def _connect(self) -> None:
         """Topics and producer, once the broker answers; gives up after `kafka.connect_timeout_s`."""
@@ -178,7 +193,8 @@ class Worker:
     async def _drain(self) -> None:
         """Read no more; let what is in flight end, within the limit; leave the rest to the next worker."""
         self.ready.clear()
-        self.intake.stop_reading()
+        for intake in self.intakes:
+            intake.stop_reading()
         limit = self.settings.worker.drain_seconds
         log.info("stopping: %d requests in flight, at most %g s for them", len(self._streams), limit)
         idle = asyncio.create_task(self._idle())
@@ -200,7 +216,7 @@ class Worker:
             stream.hand_over()
         await self._idle()
         await self._quietly("flushing", self.publisher.flush())
-        await self._quietly("leaving the group", self.intake.close())
+        await asyncio.gather(*(self._quietly("leaving the group", i.close()) for i in self.intakes))
         for task in self._tasks.values():
             task.cancel()
         if self._tasks:
@@ -258,8 +274,9 @@ class Worker:
         limit = self.settings.http.stalled_after_s
         if self._failure is not None:
             return say(self._failure)
-        if self._has_started and self.intake.stalled(limit):
-            return f"requests have not been polled for {limit:g} s"
+        for intake in self.intakes if self._has_started else ():
+            if intake.stalled(limit):
+                return f"requests of {intake.lane.topic} have not been polled for {limit:g} s"
         if self._has_started and self.clock.monotonic() - self.engine.heartbeat > limit:
             return f"the engine has shown no sign of life for {limit:g} s"
         return None
@@ -269,7 +286,7 @@ class Worker:
             return "stopping"
         if not self.engine.ready:
             return "the engine is not ready"
-        if not self.intake.assigned.is_set():
+        if not all(intake.assigned.is_set() for intake in self.intakes):
             return "no assignment from the consumer group yet"
         return None
 

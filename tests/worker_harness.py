@@ -74,6 +74,14 @@ class Site:
         )
         self.topics = self.settings.topics
 
+    def configure(self, **sections: dict[str, Any]) -> None:
+        """Change settings that depend on the site's name."""
+        given = self.settings.model_dump(exclude_unset=True)
+        for name, section in sections.items():
+            given[name] = given.get(name, {}) | section
+        self.settings = Settings.load(**given)
+        self.topics = self.settings.topics
+
     def response_topic(self, request_id: str) -> str:
         return self.topics.responses_prefix + request_id
 

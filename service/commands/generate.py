@@ -26,8 +26,8 @@ def command(
         ),
     ] = None,
     priority: Annotated[
-        int, typer.Option("--priority", "-p", min=0, max=9, help="9 is the most urgent.")
-    ] = 4,
+        int | None, typer.Option("--priority", "-p", min=0, max=9, help="9 is the most urgent.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1)] = 256,
     temperature: Annotated[float, typer.Option("--temperature", "-t", min=0, help="0 is greedy.")] = 0.7,
     top_p: Annotated[float, typer.Option("--top-p", min=0, max=1)] = 0.95,

@@ -324,7 +324,7 @@ async def test_admin_endpoint(broker: str) -> None:
             assert 'plait_requests_total{code="",outcome="done"} 1.0' in text
             assert 'plait_dead_letters_total{reason="undecodable"} 1.0' in text
             assert "plait_engine_generated_tokens_total 8.0" in text
-            assert "plait_assigned_partitions 4.0" in text
+            assert 'plait_assigned_partitions{lane="default"} 4.0' in text
             engine.ready = False
             assert (await get("/readyz"))[0] == 503
             engine.hold()

@@ -1,7 +1,8 @@
 """Backpressure, rebalances and commits, against a consumer under the test's control."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -57,6 +58,11 @@ class FakeConsumer:
 
     def paused(self) -> set[TopicPartition]:
         return set(self._paused)
+
+    @contextmanager
+    def fetch_context(self) -> Iterator[None]:
+        self.polls += 1
+        yield
 
     def pause(self, *tps: TopicPartition) -> None:
         self._paused |= set(tps)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from plait.service import names
-from plait.service.settings import Settings
+from plait.service.settings import LaneSettings, Settings
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -27,6 +27,9 @@ def test_every_setting_is_documented_with_its_default() -> None:
         for key, value in fields.items()
     }
     actual["kafka.sasl_password"] = ""
+    for key, field in LaneSettings.model_fields.items():
+        default = "" if field.is_required() or field.default is None else str(field.default)
+        actual[f"[topics.lanes.{key}"] = default
     for key, value in actual.items():
         assert documented.get(key) == value, key
     assert documented.keys() == actual.keys()
