@@ -33,6 +33,8 @@ class EngineConfig:
     """Share of the pool that stays free when a sequence is admitted, so that running ones can grow."""
     threads: int = 0
     """Threads of the CPU device: by default the processors this process may use."""
+    cuda_graphs: bool = True
+    """On a GPU capture iterations that only decode at start, and replay them: a longer start, less time per token."""
     vocab_size: int = 0
     """Tokens the tokenizer knows; ids above it (padding of the model's output) are never sampled."""
     stall_seconds: float = 120.0

@@ -164,11 +164,12 @@ class Engine:
         self.seqs.pop(seq.id, None)
 
     def warm_up(self) -> None:
-        """Run a prompt as long as one iteration allows and one token after it: what is compiled lazily is compiled
-        now, and what does not fit into memory fails now. Raises OutOfMemory."""
+        """Capture graphs, run a prompt as long as one iteration allows and one token after it: what is compiled lazily
+        is compiled now, and what does not fit into memory fails now. Raises OutOfMemory."""
         total = self.model.max_tokens_total
         length = max(1, min(self.scheduler.token_budget, total - 2))
         sampling = SamplingParams(max_tokens=min(2, total - length), ignore_eos=True)
+        self.runner.warm_up()
         try:
             self.generate([GenerationRequest("warm-up", [0] * length, sampling)])
         except torch.OutOfMemoryError as error:

@@ -60,17 +60,24 @@ def optimize(model: nn.Module, attention: PagedAttention) -> list[Decoder | Pane
 
 def is_known(layer: nn.Module, dtype: torch.dtype) -> bool:
     """Whether a layer is exactly what `Decoder` computes."""
-    if type(layer).__name__ not in LAYERS:
-        return False
-    attention, mlp = layer.self_attn, layer.mlp
-    linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
-    linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     return (
-        all(type(x) is nn.Linear for x in linears)
-        and all(x.bias is None for x in (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+        type(layer).__name__ in LAYERS
+        and is_llama_like(layer)
+        and layer.self_attn.head_dim % 32 == 0
+        and fits(dtype, layer.self_attn.q_proj.in_features, layer.mlp.gate_proj.out_features)
+    )
+
+
+def is_llama_like(layer: nn.Module) -> bool:
+    """Whether a decoder layer of a known name has plain projections, biases on QKV alone, and a gated SiLU."""
+    attention, mlp = layer.self_attn, layer.mlp
+    inputs = [attention.q_proj, attention.k_proj, attention.v_proj]
+    others = [attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    return (
+        all(type(x) is nn.Linear for x in (*inputs, *others))
+        and all(x.bias is None for x in others)
+        and len({x.bias is None for x in inputs}) == 1
         and attention.config.hidden_act in ("silu", "swish")
-        and attention.head_dim % 32 == 0
-        and fits(dtype, attention.q_proj.in_features, mlp.gate_proj.out_features)
     )
 
 

@@ -21,15 +21,16 @@ def block_bytes(layers: int, kv_heads: int, dim: int, block_size: int, dtype: to
     return layers * 2 * kv_heads * block_size * dim * dtype.itemsize
 
 
-def plan(config: EngineConfig, per_block: int, device: torch.device) -> int:
-    """How many blocks the pool gets. Raises OutOfMemory when they cannot fit."""
+def plan(config: EngineConfig, per_block: int, device: torch.device, reserve: int = 0) -> int:
+    """How many blocks the pool gets; one of a size by default leaves `reserve` bytes free. Raises OutOfMemory when they
+    cannot fit."""
     free = free_bytes(device)
     if config.num_blocks:
         wanted = config.num_blocks * per_block
     elif config.kv_cache_bytes:
         wanted = config.kv_cache_bytes
     elif device.type == "cuda":
-        wanted = int(free * 0.9)
+        wanted = int((free - reserve) * 0.9)
     else:
         wanted = min(GIB, free // 4)
     blocks = wanted // per_block

@@ -8,10 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from plait.engine import fastpath, pool
+from plait.engine import fastpath, fused, graphs, pool
 from plait.engine.config import EngineConfig
+from plait.engine.graphs import DecodeGraphs
 from plait.engine.probe import probe
-from plait.engine.sequence import Chunk, Sequence
+from plait.engine.sequence import Chunk
+from plait.engine.staging import Staging
+from plait.engine.tables import BlockTables
 from plait.kernels.attention import PagedAttention
 from plait.kernels.batch import Batch
 from plait.kernels.decoder import Decoder, PanelLinear
@@ -26,9 +29,16 @@ class Runner:
         self.device, self.dtype = first.device, first.dtype
         shapes = probe(model, self.device)
         q_heads, kv_heads, dim = shapes[0]
-        per_block = pool.block_bytes(len(shapes), kv_heads, dim, config.block_size, self.dtype)
         self.block_size = config.block_size
-        self.num_blocks = pool.plan(config, per_block, self.device)
+        text = model.config.get_text_config()
+        graphs_bytes = 0
+        if self.device.type == "cuda":
+            fused.fuse(model)
+            torch.cuda.empty_cache()  # what fusing freed is the pool's to take
+            if config.cuda_graphs:
+                graphs_bytes = graphs.memory(config.max_running, text.vocab_size, self.dtype.itemsize)
+        per_block = pool.block_bytes(len(shapes), kv_heads, dim, config.block_size, self.dtype)
+        self.num_blocks = pool.plan(config, per_block, self.device, graphs_bytes)
         memory = pool.make(
             self.num_blocks, len(shapes), kv_heads, dim, config.block_size, self.dtype, self.device
         )
@@ -40,9 +50,10 @@ class Runner:
         limits = [config.max_model_len or longest, longest, self.num_blocks * self.block_size]
         self.max_tokens_total = min(limits)
         width = -(-self.max_tokens_total // self.block_size)
-        self.tables = np.zeros((config.max_running, width), dtype=np.int32)
-        self.owners: list[tuple[Sequence, int, int] | None] = [None] * config.max_running
-        self.filled = [0] * config.max_running
+        self.tables = BlockTables(config.max_running, width, self.device)
+        self.staging = Staging(self.device)
+        self.wants_graphs = config.cuda_graphs and self.device.type == "cuda"
+        self.graphs = DecodeGraphs(self._forward, self.tables, memory, self.max_tokens_total)
 
     def break_down(self, seconds: Mapping[str, float]) -> dict[str, float]:
         """Split the time of the model, as far as its parts are ours: product, attention, rotary, norm."""
@@ -53,59 +64,62 @@ class Runner:
                 parts["model"] = parts.get("model", 0.0) - spent
         return parts
 
-    def _table(self, seq: Sequence) -> int:
-        """Bring the table row of a sequence's seat up to date; only new blocks are written, mostly."""
-        seat, count = seq.seat, len(seq.blocks)
-        owner = (seq, seq.preemptions, seq.replaced)
-        if self.owners[seat] != owner:
-            self.owners[seat], self.filled[seat] = owner, 0
-        if self.filled[seat] < count:
-            self.tables[seat, self.filled[seat] : count] = seq.blocks[self.filled[seat] :]
-            self.filled[seat] = count
-        return seat
+    def warm_up(self) -> None:
+        """Capture what is to run as CUDA graphs."""
+        if self.wants_graphs:
+            self.graphs.capture(graphs.recorder())
 
     def run(self, chunks: list[Chunk]) -> Tensor:
-        """Compute the chunks. Gives the logits [R, vocabulary] after the last token of each chunk that samples."""
+        """Compute the chunks. Gives the logits [R, vocabulary] after the last token of each chunk that samples.
+
+        They are valid until the next call.
+        """
         counts = np.array([c.count for c in chunks])
         starts = np.array([c.seq.computed for c in chunks])
-        seats = np.array([self._table(c.seq) for c in chunks])
+        seats = np.array([self.tables.seat(c.seq) for c in chunks])
         tokens: list[int] = []
         for c in chunks:
             tokens += c.seq.tokens[c.seq.computed : c.seq.computed + c.count]
         ends = np.cumsum(counts)
         positions = np.arange(len(tokens)) - np.repeat(ends - counts - starts, counts)
-        slots = self.tables[np.repeat(seats, counts), positions // self.block_size].astype(np.int64)
+        slots = self.tables.host[np.repeat(seats, counts), positions // self.block_size].astype(np.int64)
         slots = slots * self.block_size + positions % self.block_size
         lens = (starts + counts).astype(np.int32)
+        ids = np.array(tokens)
+        # Without a row that samples the head still gets one: transformers knows no "none".
+        rows = np.array([end - 1 for end, c in zip(ends.tolist(), chunks, strict=True) if c.samples] or [0])
+        self.tables.flush()
+        if len(tokens) == len(chunks) and self.graphs.takes(len(chunks)):
+            logits = self.graphs.run(ids, positions, slots, seats, lens)
+            return logits if len(rows) == len(chunks) else logits[rows]
+        query_start = np.concatenate([[0], ends]).astype(np.int32)
+        tokens_, positions_, slots_, seats_, rows_, query_start_, lens_ = self.staging.sent(
+            ids, positions, slots, seats, rows, query_start, lens
+        )
         longest = int(lens.max())
         batch = Batch(
-            query_start=self._tensor(np.concatenate([[0], ends]).astype(np.int32)),
-            seq_lens=self._tensor(lens),
-            block_tables=self._tensor(self.tables[seats, : -(-longest // self.block_size)]),
-            slots=self._tensor(slots),
+            query_start=query_start_,
+            seq_lens=lens_,
+            block_tables=self.tables.rows[:, : -(-longest // self.block_size)].index_select(0, seats_),
+            slots=slots_,
             pool=self.attention.pool,
             max_query=int(counts.max()),
             max_seq=longest,
             num_decodes=int((counts == 1).sum()),
         )
-        rows = [end - 1 for end, c in zip(ends.tolist(), chunks, strict=True) if c.samples]
-        # Without a row that samples the head still gets one: transformers knows no "none".
-        return self._forward(tokens, positions, batch, rows or [len(tokens) - 1])
+        return self._forward(tokens_, positions_, batch, rows_)
 
     @torch.inference_mode()
-    def _forward(self, tokens: list[int], positions: np.ndarray, batch: Batch, rows: list[int]) -> Tensor:
+    def _forward(self, tokens: Tensor, positions: Tensor, batch: Batch, rows: Tensor | None) -> Tensor:
         self.attention.begin(batch)
         out = self.model(
-            input_ids=torch.tensor([tokens], device=self.device),
-            position_ids=self._tensor(positions)[None],
+            input_ids=tokens[None],
+            position_ids=positions[None],
             use_cache=False,
-            logits_to_keep=torch.tensor(rows, device=self.device),
+            logits_to_keep=0 if rows is None else rows,
             plait=self.attention,
         )
         return out.logits[0]
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
 
 
 def longest_sequence(model: nn.Module) -> int:

@@ -1,4 +1,4 @@
-"""Paged attention, cache write and block copy in plain torch: what the fast kernels are compared with.
+"""Paged attention, cache write, block copy and parts of a layer in plain torch: what fast kernels are compared with.
 
 Runs on any device and in any floating-point type; slow, since it goes through the sequences one by one.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from plait.kernels.batch import Batch
 
@@ -27,6 +28,52 @@ def copy_blocks(src_pool: Tensor, dst_pool: Tensor, pairs: Tensor) -> None:
     The pools may be the same tensor as long as no block is both a source and a destination.
     """
     dst_pool[pairs[:, 1].to(dst_pool.device)] = src_pool[pairs[:, 0].to(src_pool.device)].to(dst_pool.device)
+
+
+def norm(stream: Tensor, weight: Tensor, eps: float, added: Tensor | None = None) -> Tensor:
+    """RMSNorm of each row of stream [T, H], after `added` [T, H] was added to it in place."""
+    if added is not None:
+        stream += added
+    wide = stream.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * wide.to(stream.dtype)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """SiLU of the first half of each row, times the second: [T, 2 I] to [T, I]."""
+    gate, up = gate_up.chunk(2, -1)
+    return functional.silu(gate) * up
+
+
+def rotate_and_write(
+    qkv: Tensor,
+    pool: Tensor,
+    layer: int,
+    slots: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Turn queries and keys by their positions and put keys and values into their slots, as `write_kv` does.
+
+    qkv [T, (Hq + 2 Hkv) D] holds the heads of queries, keys and values in this order; cos and sin [T, D] have equal
+    halves. `norms` are weights [D] of an RMSNorm over each head of the queries and of the keys, before the turning.
+    Gives the queries [T, Hq, D]; they may lie where they lay in qkv.
+    """
+    kv_heads, dim = pool.shape[3], pool.shape[5]
+    heads = qkv.view(len(qkv), -1, dim)
+    q, k, v = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1)
+    if norms is not None:
+        q, k = (norm(x, weight, eps) for x, weight in zip((q, k), norms, strict=True))
+    q, k = (x * cos[:, None] + _half_turned(x) * sin[:, None] for x in (q, k))
+    write_kv(pool, layer, k, v, slots)
+    return q
+
+
+def _half_turned(x: Tensor) -> Tensor:
+    low, high = x.chunk(2, -1)
+    return torch.cat([-high, low], -1)
 
 
 def paged_attention(

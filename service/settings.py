@@ -100,6 +100,7 @@ class EngineSettings(Section):
     num_blocks: int = Field(0, ge=0)
     max_model_len: int = Field(0, ge=0)
     policy: Literal["priority", "fcfs"] = "priority"
+    cuda_graphs: bool = True
     threads: int = Field(0, ge=0)
     max_waiting: int = Field(10_000, ge=1)
     max_preemptions: int = Field(3, ge=0)

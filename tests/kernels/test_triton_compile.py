@@ -132,6 +132,36 @@ def test_the_largest_heads_fit_the_smallest_device(decode):
     check(compiled(attention, SHAPES["gemma-2-9b"], 89, decode), 89)
 
 
+def layer_parts(target: int) -> dict[str, Built]:
+    from plait.kernels.triton_layer import norm_kernel, rotary_kernel, silu_kernel
+
+    rows = dict.fromkeys(("out", "stream", "added", "weight"), "bf16")
+    heads = dict.fromkeys(("qkv", "pool", "cos", "sin", "q_norm", "k_norm"), "bf16") | {"slots": "i64"}
+    shape = {"NUM_LAYERS": 36, "KV_HEADS": 8, "GROUP": 4, "GROUP_PAD": 8, "BLOCK_SIZE": 16}
+    return {
+        "norm": build(norm_kernel, rows, {"eps": "fp32"}, {"WIDTH": 4096, "PAD": 4096}, target, num_warps=8),
+        "silu": build(
+            silu_kernel, {"out": "bf16", "gate_up": "bf16"}, {}, {"WIDTH": 14336, "TILE": 1024}, target
+        ),
+        "rotary": build(
+            rotary_kernel,
+            heads,
+            {"eps": "fp32", "layer": "i32"},
+            shape | {"HALF": 64, "HALF_PAD": 64},
+            target,
+            num_warps=2,
+        ),
+    }
+
+
+@pytest.mark.parametrize("target", [80, 90])
+def test_parts_of_a_layer(target):
+    built = compiled(layer_parts, target)
+    for kernel in built.values():
+        check(kernel, target)
+    assert "st.global.v4" in built["norm"].ptx and "st.global.v4" in built["silu"].ptx
+
+
 def others(target: int) -> dict[str, Built]:
     from plait.kernels.triton_attention import combine_kernel
     from plait.kernels.triton_cache import copy_kernel, write_kernel
