@@ -18,6 +18,7 @@ from plait.service.commands import (
     doctor,
     generate,
     schema,
+    simulate,
     summarize,
     topics,
     worker,
@@ -31,7 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (demo, dev, worker, generate, summarize, cancel, topics, schema, doctor):
+for module in (demo, dev, worker, generate, summarize, cancel, topics, schema, doctor, simulate):
     app.command(module.__name__.rpartition(".")[2])(module.command)
 
 

@@ -36,17 +36,20 @@ ALLOWED = {
     "service": {
         *{"plait.schemas", "plait.engine", "aiokafka", "aiohttp", "opentelemetry", "prometheus_client"},
         *{"pydantic", "pydantic_settings", "rich", "typer", "torch", "transformers"},
+        "matplotlib",
     },
 }
 # Heavy: in these rooms only inside a function, by who needs it.
-LATE = {"service": {"torch", "transformers"}}
+LATE = {"service": {"torch", "transformers", "matplotlib"}}
 
 REFUSE_HEAVY_IMPORTS = """
 import importlib, sys
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"torch", "transformers", "numpy", "triton", "tokenizers", "safetensors"}:
+        if name.partition(".")[0] in {
+            "torch", "transformers", "numpy", "triton", "tokenizers", "safetensors", "matplotlib"
+        }:
             raise ImportError(f"{name} is imported")
 
 sys.meta_path.insert(0, Refuse())
@@ -97,7 +100,14 @@ def test_heavy_packages_are_imported_only_where_they_are_needed(room: str) -> No
 
 
 @pytest.mark.parametrize(
-    "module", ["plait.schemas", "plait.service.client", "plait.service.cli", "plait.engine.api"]
+    "module",
+    [
+        "plait.schemas",
+        "plait.service.client",
+        "plait.service.cli",
+        "plait.engine.api",
+        "plait.engine.sim.run",
+    ],
 )
 def test_a_producer_needs_no_torch(module: str) -> None:
     done = subprocess.run(
@@ -122,14 +132,15 @@ def test_transformers_does_not_take_our_kernels_for_the_package_of_that_name() -
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-def test_every_package_and_every_kernel_source_is_installed() -> None:
+def test_every_package_and_what_lies_beside_it_is_installed() -> None:
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     folders = {str(path.parent.relative_to(ROOT)) for room in ROOMS for path in sources(room)}
     assert set(setuptools["package-dir"].values()) == folders
     assert set(setuptools["package-dir"]) == set(setuptools["packages"])
-    patterns = setuptools["package-data"]["plait.kernels"]
-    others = [path for path in (ROOT / "kernels").iterdir() if path.is_file() and path.suffix != ".py"]
-    assert all(any(path.match(pattern) for pattern in patterns) for path in others)
+    for package, folder in (("plait.kernels", "kernels"), ("plait.engine.sim", "engine/sim")):
+        patterns = setuptools["package-data"][package]
+        others = [path for path in (ROOT / folder).iterdir() if path.is_file() and path.suffix != ".py"]
+        assert others and all(any(path.match(pattern) for pattern in patterns) for path in others)
 
 
 def test_no_file_is_too_long_to_read() -> None:
