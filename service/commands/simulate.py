@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 def command(
     trace: Annotated[
         Path,
-        typer.Option(
-            "--trace", "-t", exists=True, dir_okay=False, help="CSV: TIMESTAMP,ContextTokens,GeneratedTokens."
-        ),
+        typer.Option("--trace", "-t", help="CSV: TIMESTAMP,ContextTokens,GeneratedTokens."),
     ],
     workers: Annotated[
         int, typer.Option("--workers", "-w", min=1, help="Requests are spread by a hash of their ids.")
@@ -51,7 +49,7 @@ def command(
     from plait.engine.policy import make_policy
     from plait.engine.sim import profile as profiles
     from plait.engine.sim.run import policy_name, simulate
-    from plait.engine.sim.trace import TraceError, read
+    from plait.engine.sim.trace import read
 
     policies = [policy, *(compare or ["fcfs"] if plot else [])]
     try:
@@ -59,7 +57,7 @@ def command(
             make_policy(policy_name(name))
         device = profiles.load(profile)
         rows = read(trace)
-    except (ValueError, TraceError, profiles.ProfileError) as error:
+    except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
     if plot is not None:
         from plait.service.plots import check_target
