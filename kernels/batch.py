@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -31,3 +31,5 @@ class Batch:
     """The largest of `seq_lens`."""
     num_decodes: int
     """The first `num_decodes` sequences have a chunk of one token."""
+    plans: dict[int | None, tuple[Tensor, ...]] = field(default_factory=dict)
+    """How the Triton kernels cut the decodes, by sliding window; made by the first layer that has it."""

@@ -3,9 +3,10 @@
 The online softmax over tiles of keys, with the rescaling deferred, is FlashAttention-2 (Dao 2023,
 arXiv:2307.08691); keys and values come through block tables as in PagedAttention (Kwon et al. 2023,
 arXiv:2309.06180). The query heads that share a key head are packed with the chunk's tokens into the rows of
-one tile, so that grouped heads read each key once. Decodes of few, long sequences are split along the keys
+one tile, so that grouped heads read each key once. Decodes are cut along the keys into pieces of about equal work
 and combined by a second kernel as in Flash-Decoding (Dao, Haziza, Massa, Sizov 2023,
-https://pytorch.org/blog/flash-decoding/).
+https://pytorch.org/blog/flash-decoding/). How they are cut the device decides, once an iteration and from the lengths
+that lie in its memory, so that one launch geometry, and so one CUDA graph, is right for all lengths.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from plait.kernels.batch import Batch
-from plait.kernels.triton_config import Launch, device_of, launch_for, splits_for
+from plait.kernels.triton_config import Cut, Launch, cut_for, device_of, launch_for
 
 # Finite, so that a row with no visible key in its first tiles stays free of NaN: what it gathered there is
 # scaled by exp2(LOW - top) = 0 as soon as a visible key comes.
@@ -111,6 +112,53 @@ def _find_sequence(query_start, first_seq, num_seqs, block, TOKENS: tl.constexpr
     return first_seq + low, block - start
 
 
+@triton.jit
+def _key_tiles(seq_lens, seq, num_seqs, WINDOW: tl.constexpr, TILE_N: tl.constexpr):
+    """Tiles of keys that each of some decodes reads; none for one that is not there."""
+    keys = tl.load(seq_lens + seq, mask=seq < num_seqs, other=0)
+    if WINDOW > 0:
+        keys = tl.minimum(keys, WINDOW)
+    return tl.cdiv(keys, TILE_N)
+
+
+@triton.jit(do_not_specialize=["num_seqs", "wanted", "least"])
+def plan_kernel(
+    items,
+    firsts,
+    share,
+    seq_lens,
+    num_seqs,
+    wanted,
+    least,
+    WINDOW: tl.constexpr,
+    TILE_N: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Cuts decodes into items of `share` tiles of keys; every decode has one at least.
+
+    items[i] is the sequence of item i, and firsts[s] the first item of sequence s; firsts[num_seqs] is their number,
+    at most num_seqs + wanted.
+    """
+    lane = tl.arange(0, LANES)
+    total = 0
+    for start in range(0, num_seqs, LANES):
+        total += tl.sum(_key_tiles(seq_lens, start + lane, num_seqs, WINDOW, TILE_N), 0)
+    size = tl.maximum(tl.cdiv(total, wanted), least)
+    tl.store(share, size)
+    before = 0
+    for start in range(0, num_seqs, LANES):
+        seq = start + lane
+        there = seq < num_seqs
+        tiles = _key_tiles(seq_lens, seq, num_seqs, WINDOW, TILE_N)
+        count = tl.where(there, tl.maximum(tl.cdiv(tiles, size), 1), 0)
+        first = before + tl.cumsum(count, 0) - count
+        tl.store(firsts + seq, first, mask=there)
+        for i in range(tl.max(count, 0)):
+            tl.store(items + first + i, seq, mask=i < count)
+        before += tl.sum(count, 0)
+    tl.store(firsts + num_seqs, before)
+
+
 @triton.jit(do_not_specialize=["layer", "first_seq", "num_seqs", "table_stride"])
 def attention_kernel(
     out,
@@ -122,6 +170,9 @@ def attention_kernel(
     sinks,
     partial,
     stats,
+    items,
+    firsts,
+    share,
     scale,
     layer,
     first_seq,
@@ -130,7 +181,6 @@ def attention_kernel(
     q_token_stride,
     q_head_stride,
     DECODE: tl.constexpr,
-    SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     NUM_LAYERS: tl.constexpr,
@@ -142,28 +192,36 @@ def attention_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
 ):
-    """One tile of queries against all the keys it sees, or with SPLITS > 1 a share of them.
+    """One tile of queries against all the keys it sees, or with DECODE against those of one item of the plan.
 
-    Grid: (query blocks, kv heads, splits). With DECODE a query block is one token, else TILE_M // GROUP
-    tokens of one sequence. Row r of the tile is token r // GROUP, query head r % GROUP of the kv head.
+    Grid: (query blocks or items, kv heads). With DECODE a tile has one token, else TILE_M // GROUP tokens of one
+    sequence. Row r of the tile is token r // GROUP, query head r % GROUP of the kv head.
     """
     PLANE: tl.constexpr = KV_HEADS * BLOCK_SIZE * HEAD_DIM
     STRIDE: tl.constexpr = NUM_LAYERS * 2 * PLANE
     TOKENS: tl.constexpr = 1 if DECODE else TILE_M // GROUP
     kv_head = tl.program_id(1)
     if DECODE:
-        seq = first_seq + tl.program_id(0)
+        item = tl.program_id(0)
+        if item >= tl.load(firsts + num_seqs):
+            return
+        # Decodes come first: sequence i is token i.
+        seq = tl.load(items + item)
+        first_item = tl.load(firsts + seq)
+        alone = tl.load(firsts + seq + 1) == first_item + 1
         first_token = 0
+        start = seq
+        chunk = 1
     else:
         # The last blocks of a long chunk see the most keys: they start first.
         seq, index = _find_sequence(
             query_start, first_seq, num_seqs, tl.num_programs(0) - 1 - tl.program_id(0), TOKENS
         )
         first_token = index * TOKENS
-    start = tl.load(query_start + seq)
-    chunk = tl.load(query_start + seq + 1) - start
-    if first_token >= chunk:
-        return
+        start = tl.load(query_start + seq)
+        chunk = tl.load(query_start + seq + 1) - start
+        if first_token >= chunk:
+            return
     length = tl.load(seq_lens + seq)
 
     row = tl.arange(0, TILE_M)
@@ -185,9 +243,9 @@ def attention_kernel(
     top = tl.full([TILE_M], LOW, dtype=tl.float32)
     total = tl.zeros([TILE_M], dtype=tl.float32)
     if sinks is not None:
-        # One more logit without a value; with splits it is counted once, by the first.
+        # One more logit without a value, counted once, by a sequence's first item.
+        counted = item == first_item if DECODE else True
         sink = tl.load(sinks + head, mask=used, other=0.0).to(tl.float32) * LOG2E
-        counted = tl.program_id(2) == 0
         top = tl.where(counted, sink, top)
         total = tl.where(counted, 1.0, total)
 
@@ -201,10 +259,10 @@ def attention_kernel(
     table = block_tables + seq.to(tl.int64) * table_stride
 
     if DECODE:
-        share = tl.cdiv(num_tiles, SPLITS)
-        begin = tl.program_id(2) * share
+        size = tl.load(share)
+        begin = (item - first_item) * size
         acc, total, top = _tiles(
-            queries, acc, total, top, begin, tl.minimum(begin + share, num_tiles), lowest, length, position,
+            queries, acc, total, top, begin, tl.minimum(begin + size, num_tiles), lowest, length, position,
             kv, table, scale, True, WINDOW, SOFTCAP, STRIDE, PLANE, BLOCK_SIZE, HEAD_DIM, HEAD_PAD, TILE_N,
         )  # fmt: skip
     else:
@@ -227,32 +285,60 @@ def attention_kernel(
             table, scale, True, WINDOW, SOFTCAP, STRIDE, PLANE, BLOCK_SIZE, HEAD_DIM, HEAD_PAD, TILE_N,
         )  # fmt: skip
 
+    # A sequence of length 0 (a padding row of a captured graph) gives zeros.
+    mean = (acc / tl.where(total > 0, total, 1.0)[:, None]).to(out.dtype.element_ty)
     target = (start + token).to(tl.int64) * (KV_HEADS * GROUP) + head
-    if SPLITS > 1:
-        target = target * SPLITS + tl.program_id(2)
-        tl.store(partial + target[:, None] * HEAD_DIM + dim[None, :], acc, mask=inside)
-        tl.store(stats + target * 2, top, mask=used)
-        tl.store(stats + target * 2 + 1, total, mask=used)
+    if DECODE:
+        tl.store(out + target[:, None] * HEAD_DIM + dim[None, :], mean, mask=inside & alone)
+        if not alone:
+            part = item.to(tl.int64) * (KV_HEADS * GROUP) + head
+            tl.store(partial + part[:, None] * HEAD_DIM + dim[None, :], acc, mask=inside)
+            tl.store(stats + part * 2, top, mask=used)
+            tl.store(stats + part * 2 + 1, total, mask=used)
     else:
-        # A sequence of length 0 (a padding row of a captured graph) gives zeros.
-        acc /= tl.where(total > 0, total, 1.0)[:, None]
-        tl.store(out + target[:, None] * HEAD_DIM + dim[None, :], acc.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + target[:, None] * HEAD_DIM + dim[None, :], mean, mask=inside)
 
 
 @triton.jit
-def combine_kernel(out, partial, stats, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, SPLITS: tl.constexpr):
-    """Joins the splits of one row (token and head): a softmax over their maxima weighs their sums."""
-    row = tl.program_id(0).to(tl.int64)
-    at = row * SPLITS + tl.arange(0, SPLITS)
+def combine_kernel(
+    out,
+    partial,
+    stats,
+    firsts,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Joins the items of one decode, for one head: a softmax over their maxima weighs their sums."""
+    seq = tl.program_id(0)
+    head = tl.program_id(1)
+    first = tl.load(firsts + seq)
+    count = tl.load(firsts + seq + 1) - first
+    if count == 1:
+        return
     dim = tl.arange(0, HEAD_PAD)
-    top = tl.load(stats + at * 2)
-    weight = tl.exp2(top - tl.max(top, 0))
-    total = tl.sum(tl.load(stats + at * 2 + 1) * weight, 0)
-    parts = tl.load(
-        partial + at[:, None] * HEAD_DIM + dim[None, :], mask=(dim < HEAD_DIM)[None, :], other=0.0
-    )
-    joined = tl.sum(parts * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
-    tl.store(out + row * HEAD_DIM + dim, joined.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+    lane = tl.arange(0, LANES)
+    top = tl.full([1], LOW, dtype=tl.float32)
+    total = tl.zeros([1], dtype=tl.float32)
+    acc = tl.zeros([HEAD_PAD], dtype=tl.float32)
+    for start in range(0, count, LANES):
+        item = start + lane
+        at = (first + item).to(tl.int64) * HEADS + head
+        there = item < count
+        tops = tl.load(stats + at * 2, mask=there, other=LOW)
+        totals = tl.load(stats + at * 2 + 1, mask=there, other=0.0)
+        inside = there[:, None] & (dim < HEAD_DIM)[None, :]
+        parts = tl.load(partial + at[:, None] * HEAD_DIM + dim[None, :], mask=inside, other=0.0)
+        new_top = tl.maximum(top, tl.max(tops, 0))
+        weight = tl.exp2(tops - new_top)
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(totals * weight, 0)
+        acc = acc * shrink + tl.sum(parts * weight[:, None], 0)
+        top = new_top
+    joined = acc / tl.where(total > 0, total, 1.0)
+    target = (seq.to(tl.int64) * HEADS + head) * HEAD_DIM
+    tl.store(out + target + dim, joined.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
 def paged_attention(
@@ -281,43 +367,60 @@ def paged_attention(
     seqs = len(batch.seq_lens)
     if decodes:
         launch = launch_for(device, q.dtype, head_dim, group, decode=True)
+        cut = cut_for(device, kv_heads, launch.tile_n)
+        plan = _plan(batch, window, launch, cut)
+        rows = (decodes + cut.wanted) * q.shape[1]
+        partial = torch.empty(rows * head_dim, dtype=torch.float32, device=q.device)
+        stats = torch.empty(rows * 2, dtype=torch.float32, device=q.device)
+        parts = (partial, stats, *plan)
+        grid = (decodes + cut.wanted, kv_heads)
+        _launch(launch, grid, out, q, batch, layer, scale, window, softcap, sinks, parts)
         keys = min(batch.max_seq, window) if window else batch.max_seq
-        splits = splits_for(device, decodes * kv_heads, keys)
-        partial = stats = None
-        if splits > 1:
-            rows = decodes * q.shape[1] * splits
-            partial = torch.empty(rows * head_dim, dtype=torch.float32, device=q.device)
-            stats = torch.empty(rows * 2, dtype=torch.float32, device=q.device)
-        _launch(
-            launch,
-            (decodes, kv_heads, splits),
-            out,
-            q,
-            batch,
-            layer,
-            scale,
-            window,
-            softcap,
-            sinks,
-            partial,
-            stats,
-        )
-        if splits > 1:
-            combine_kernel[(decodes * q.shape[1],)](
-                out, partial, stats, HEAD_DIM=head_dim, HEAD_PAD=launch.head_pad, SPLITS=splits, num_warps=2
+        if keys > cut.least * launch.tile_n:
+            combine_kernel[(decodes, q.shape[1])](
+                out,
+                partial,
+                stats,
+                plan[1],
+                HEADS=q.shape[1],
+                HEAD_DIM=head_dim,
+                HEAD_PAD=launch.head_pad,
+                LANES=16,
+                num_warps=2,
             )
     if seqs > decodes:
         launch = launch_for(device, q.dtype, head_dim, group, decode=False)
         blocks = (len(q) - decodes) // (launch.tile_m // group) + seqs - decodes
-        _launch(
-            launch, (blocks, kv_heads, 1), out, q, batch, layer, scale, window, softcap, sinks, None, None
-        )
+        none = (None,) * 5
+        _launch(launch, (blocks, kv_heads), out, q, batch, layer, scale, window, softcap, sinks, none)
     return out
+
+
+def _plan(batch: Batch, window: int | None, launch: Launch, cut: Cut) -> tuple[Tensor, Tensor, Tensor]:
+    """What `plan_kernel` says, once an iteration for all layers of one window."""
+    if window not in batch.plans:
+        made = [
+            torch.empty(size, dtype=torch.int32, device=batch.seq_lens.device)
+            for size in (batch.num_decodes + cut.wanted, batch.num_decodes + 1, 1)
+        ]
+        plan_kernel[(1,)](
+            *made,
+            batch.seq_lens,
+            batch.num_decodes,
+            cut.wanted,
+            cut.least,
+            WINDOW=window or 0,
+            TILE_N=launch.tile_n,
+            LANES=256,
+            num_warps=4,
+        )
+        batch.plans[window] = tuple(made)
+    return batch.plans[window]
 
 
 def _launch(
     launch: Launch,
-    grid: tuple[int, int, int],
+    grid: tuple[int, int],
     out: Tensor,
     q: Tensor,
     batch: Batch,
@@ -326,8 +429,7 @@ def _launch(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
-    partial: Tensor | None,
-    stats: Tensor | None,
+    parts: tuple[Tensor | None, ...],
 ) -> None:
     first = 0 if launch.decode else batch.num_decodes
     attention_kernel[grid](
@@ -338,16 +440,15 @@ def _launch(
         batch.seq_lens,
         batch.block_tables,
         sinks,
-        partial,
-        stats,
+        *parts,
         scale,
         layer,
         first,
-        len(batch.seq_lens) - first,
+        batch.num_decodes if launch.decode else len(batch.seq_lens) - first,
         batch.block_tables.stride(0),
         q.stride(0),
         q.stride(1),
-        **launch.constants(batch.pool, q.shape[1], grid[2], window, softcap),
+        **launch.constants(batch.pool, q.shape[1], window, softcap),
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )

@@ -12,8 +12,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-MIN_SPLIT_KEYS = 256
-MAX_SPLITS = 64
+LEAST_KEYS = 256
+PROGRAMS_A_PROCESSOR = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,12 @@ class Launch:
     num_stages: int
 
     def constants(
-        self, pool: Tensor, heads: int, splits: int, window: int | None, softcap: float | None
+        self, pool: Tensor, heads: int, window: int | None, softcap: float | None
     ) -> dict[str, object]:
         """The compile-time arguments of the attention kernel."""
         _, num_layers, _, kv_heads, block_size, head_dim = pool.shape
         return {
             "DECODE": self.decode,
-            "SPLITS": splits,
             "WINDOW": window or 0,
             "SOFTCAP": softcap or 0.0,
             "NUM_LAYERS": num_layers,
@@ -88,14 +87,18 @@ def launch_for(device: Device, dtype: torch.dtype, head_dim: int, group: int, *,
     return Launch(decode, pad, max(tile_m, _power_of_two(group)), tile_n, warps, stages)
 
 
-def splits_for(device: Device, programs: int, keys: int) -> int:
-    """Into how many shares the keys of each decode are cut, a power of two.
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How decodes are cut along their keys: into at most `wanted` pieces beyond one each, of `least` tiles or more."""
 
-    As many as give each processor two programs, but none below 256 keys: with enough sequences, or with short
-    ones, the second kernel would cost more than it gains.
-    """
-    wanted = min(2 * device.processors // programs, keys // MIN_SPLIT_KEYS, MAX_SPLITS)
-    return 1 << max(wanted, 1).bit_length() - 1
+    wanted: int
+    least: int
+
+
+@cache
+def cut_for(device: Device, kv_heads: int, tile_n: int) -> Cut:
+    """Pieces enough to give each processor two programs, but none below 256 keys, which cost more than they gain."""
+    return Cut(max(1, PROGRAMS_A_PROCESSOR * device.processors // kv_heads), -(-LEAST_KEYS // tile_n))
 
 
 def _power_of_two(number: int) -> int:

@@ -17,18 +17,18 @@ PREFILLS = ((5, 5), (40, 40), (23, 90), (2, 16))
 MIXED = ((1, 1), (1, 97), (33, 33), (9, 70), (2, 2))
 
 
-def difference(layout: Layout, splits: int | None = None, capability: tuple[int, int] = (8, 0)) -> float:
+def difference(layout: Layout, pieces: int | None = None, capability: tuple[int, int] = (8, 0)) -> float:
     """The largest between kernel and reference, relative to 1 + |expected|; a NaN stays one."""
     from plait.kernels import triton_attention, triton_config
 
     device = triton_config.Device(capability, 1)
     case = build(layout)
-    with patch.object(triton_attention, "device_of", return_value=device):
-        if splits is None:
-            found = case.run(triton_attention.paged_attention)
-        else:
-            with patch.object(triton_attention, "splits_for", return_value=splits):
-                found = case.run(triton_attention.paged_attention)
+    cut = triton_config.Cut(pieces, 1) if pieces else triton_config.cut_for(device, layout.kv_heads, 64)
+    with (
+        patch.object(triton_attention, "device_of", return_value=device),
+        patch.object(triton_attention, "cut_for", return_value=cut),
+    ):
+        found = case.run(triton_attention.paged_attention)
     assert found.dtype == layout.dtype
     expected = case.run(reference.paged_attention).float()
     return float(((found.float() - expected).abs() / (1 + expected.abs())).max())
@@ -66,13 +66,17 @@ def test_softcap_and_sinks(options, chunks):
     agree(Layout(chunks, 6, 2, 64, **options))
 
 
-@pytest.mark.parametrize("splits", [2, 8])
+@pytest.mark.parametrize("pieces", [3, 40])
 @pytest.mark.parametrize("options", [{}, {"window": 40, "sinks": True}, {"sinks": True, "softcap": 2.0}])
-def test_splits_of_long_decodes(options, splits):
-    agree(Layout((*DECODES, (6, 30)), 6, 2, 80, **options), splits=splits)
+def test_pieces_of_long_decodes(options, pieces):
+    agree(Layout((*DECODES, (6, 30)), 6, 2, 80, **options), pieces=pieces)
 
 
-def test_a_decode_is_split_by_itself_when_the_device_is_idle():
+def test_more_pieces_than_are_joined_at_once():
+    agree(Layout(((1, 1), (1, 700)), 2, 1, 16), pieces=60)
+
+
+def test_a_decode_is_cut_by_itself_when_the_device_is_idle():
     agree(Layout(((1, 1100),), 2, 1, 16, dtype=torch.bfloat16), capability=(9, 0))
 
 
@@ -112,15 +116,42 @@ def test_other_types_are_refused():
         case.run(triton_attention.paged_attention)
 
 
-def test_splits_fill_the_device_and_no_more():
-    from plait.kernels.triton_config import Device, splits_for
+def planned(lengths: list[int], window: int, wanted: int, least: int) -> tuple[list[int], list[int], int]:
+    from plait.kernels.triton_attention import plan_kernel
 
-    device = Device((9, 0), 132)
-    assert splits_for(device, programs=8, keys=100_000) == 32
-    assert splits_for(device, programs=8, keys=1024) == 4
-    assert splits_for(device, programs=8, keys=300) == 1
-    assert splits_for(device, programs=264, keys=100_000) == 1
-    assert splits_for(device, programs=1, keys=1_000_000) == 64
+    seqs = len(lengths)
+    items, firsts = torch.full((seqs + wanted + 5,), -1), torch.full((seqs + 1,), -1)
+    items, firsts, share = items.int(), firsts.int(), torch.zeros(1, dtype=torch.int32)
+    lens = torch.tensor(lengths, dtype=torch.int32)
+    # Fewer lanes than a device gets, so that a few sequences go over them.
+    plan_kernel[(1,)](items, firsts, share, lens, seqs, wanted, least, WINDOW=window, TILE_N=16, LANES=4)
+    return items.tolist(), firsts.tolist(), share.item()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.integers(0, 900), min_size=1, max_size=11),
+    st.sampled_from([0, 100]),
+    st.integers(1, 20),
+    st.integers(1, 5),
+)
+def test_a_plan_gives_every_tile_to_one_item(lengths, window, wanted, least):
+    items, firsts, share = interpreted(planned, lengths, window, wanted, least)
+    tiles = [-(-(min(n, window) if window else n) // 16) for n in lengths]
+    assert share == max(-(-sum(tiles) // wanted), least)
+    counts = [max(1, -(-n // share)) for n in tiles]
+    expected = [seq for seq, count in enumerate(counts) for _ in range(count)]
+    assert firsts == [sum(counts[:i]) for i in range(len(lengths) + 1)]
+    assert items[: len(expected)] == expected
+    assert len(expected) <= len(lengths) + wanted, "the grid would leave some out"
+    assert set(items[len(expected) :]) == {-1}
+
+
+def test_pieces_fill_the_device_and_no_more():
+    from plait.kernels.triton_config import Cut, Device, cut_for
+
+    assert cut_for(Device((9, 0), 132), 8, 64) == Cut(33, 4)
+    assert cut_for(Device((8, 6), 20), 64, 32) == Cut(1, 8)
 
 
 @st.composite
@@ -142,6 +173,6 @@ def layouts(draw) -> Layout:
 
 
 @settings(max_examples=20, deadline=None)
-@given(layouts(), st.sampled_from([1, 2, 4]))
-def test_random_layouts(layout, splits):
-    agree(layout, splits=splits)
+@given(layouts(), st.sampled_from([1, 2, 9]))
+def test_random_layouts(layout, pieces):
+    agree(layout, pieces=pieces)

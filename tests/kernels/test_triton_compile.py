@@ -68,13 +68,12 @@ class Shape:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
-    splits: int = 1
 
 
 SHAPES = {
     "smollm2": Shape(3, 3, 64),
     "smollm2-fp32": Shape(3, 3, 64, torch.float32),
-    "llama-3-8b": Shape(4, 8, 128, splits=16),
+    "llama-3-8b": Shape(4, 8, 128),
     "gemma-2-9b": Shape(2, 8, 256, window=4096, softcap=50.0),
     "gpt-oss": Shape(8, 8, 64, window=128, sinks=True),
     "phi-2": Shape(1, 32, 80),
@@ -89,14 +88,14 @@ def attention(shape: Shape, target: int, decode: bool) -> Built:
         Device(divmod(target, 10), 100), shape.dtype, shape.head_dim, shape.group, decode=decode
     )
     kind = SHORT[shape.dtype]
-    splits = shape.splits if decode else 1
     pointers = dict.fromkeys(("out", "q", "pool"), kind)
     pointers |= dict.fromkeys(("query_start", "seq_lens", "block_tables"), "i32")
-    pointers |= dict.fromkeys(("partial", "stats") if splits > 1 else (), "fp32")
+    pointers |= dict.fromkeys(("partial", "stats") if decode else (), "fp32")
+    pointers |= dict.fromkeys(("items", "firsts", "share") if decode else (), "i32")
     pointers |= dict.fromkeys(("sinks",) if shape.sinks else (), kind)
     integers = ("layer", "first_seq", "num_seqs", "table_stride", "q_token_stride", "q_head_stride")
     pool = torch.empty(1, 32, 2, shape.kv_heads, 16, shape.head_dim, device="meta")
-    constants = launch.constants(pool, shape.group * shape.kv_heads, splits, shape.window, shape.softcap)
+    constants = launch.constants(pool, shape.group * shape.kv_heads, shape.window, shape.softcap)
     return build(
         attention_kernel,
         pointers,
@@ -163,18 +162,25 @@ def test_parts_of_a_layer(target):
 
 
 def others(target: int) -> dict[str, Built]:
-    from plait.kernels.triton_attention import combine_kernel
+    from plait.kernels.triton_attention import combine_kernel, plan_kernel
     from plait.kernels.triton_cache import copy_kernel, write_kernel
 
     strides = ("layer", "k_token_stride", "k_head_stride", "v_token_stride", "v_head_stride")
     return {
         "combine": build(
             combine_kernel,
-            {"out": "bf16", "partial": "fp32", "stats": "fp32"},
+            {"out": "bf16", "partial": "fp32", "stats": "fp32", "firsts": "i32"},
             {},
-            {"HEAD_DIM": 128, "HEAD_PAD": 128, "SPLITS": 64},
+            {"HEADS": 32, "HEAD_DIM": 128, "HEAD_PAD": 128, "LANES": 16},
             target,
             num_warps=2,
+        ),
+        "plan": build(
+            plan_kernel,
+            dict.fromkeys(("items", "firsts", "share", "seq_lens"), "i32"),
+            dict.fromkeys(("num_seqs", "wanted", "least"), "i32"),
+            {"WINDOW": 128, "TILE_N": 64, "LANES": 256},
+            target,
         ),
         "write": build(
             write_kernel,
