@@ -9,6 +9,7 @@ from torch import Tensor
 from plait.engine.api import TokenLogprob
 from plait.engine.noise import gumbel
 from plait.engine.sequence import Sequence
+from plait.engine.staging import Staging
 from plait.kernels import cpu
 
 GREEDY_BELOW = 1e-5
@@ -29,6 +30,7 @@ class Sampler:
         self.seeds = np.zeros(max_running, np.uint64)
         self.adjusted = np.zeros(max_running, bool)
         self.logprobs = np.zeros(max_running, bool)
+        self.staging: Staging | None = None
 
     def _seat(self, seq: Sequence) -> int:
         if self.owners[seq.seat] is not seq:
@@ -61,43 +63,51 @@ class Sampler:
         compiled = logits.device.type == "cpu" and cpu.library() is not None
         if compiled:
             logits = logits.float()
-        tokens = cpu.argmax(logits).numpy() if compiled else argmax(logits)
+        tokens = cpu.argmax(logits) if compiled else argmax(logits)
         hot = np.flatnonzero(self.temperature[seats] >= GREEDY_BELOW)
         if hot.size:
+            # A GPU still computes the logits while its host makes the noise.
             positions = np.array([len(seqs[i].tokens) for i in hot])
             noise = gumbel(self.seeds[seats[hot]], positions, lanes(logits.shape[1]))
             draw = self._draw if compiled else self._random
-            tokens[hot] = np.where(tokens[hot] < 0, -1, draw(logits, hot, seats[hot], noise))
+            rows, chosen = draw(logits, hot, seats[hot], noise)
+            tokens[rows] = torch.where(tokens[rows] < 0, -1, chosen)
         drawn = tokens.tolist()
         return drawn, {i: logprob(row, drawn[i], seqs[i].sampling.logprobs or 0) for i, row in raw.items()}
 
-    def _draw(self, logits: Tensor, rows: np.ndarray, seats: np.ndarray, noise: np.ndarray) -> np.ndarray:
+    def _draw(
+        self, logits: Tensor, rows: np.ndarray, seats: np.ndarray, noise: np.ndarray
+    ) -> tuple[Tensor, Tensor]:
         columns = (self.temperature[seats], self.top_k[seats], self.top_p[seats], self.min_p[seats], noise)
-        return cpu.draw(logits, torch.from_numpy(rows), *map(torch.from_numpy, columns)).numpy()
+        at = torch.from_numpy(rows)
+        return at, cpu.draw(logits, at, *map(torch.from_numpy, columns))
 
-    def _random(self, logits: Tensor, rows: np.ndarray, seats: np.ndarray, noise: np.ndarray) -> np.ndarray:
-        device = logits.device
-
-        def column(values: np.ndarray) -> Tensor:
-            return torch.from_numpy(values).to(device)[:, None]
-
-        x = logits[torch.from_numpy(rows).to(device)].float() / column(self.temperature[seats])
+    def _random(
+        self, logits: Tensor, rows: np.ndarray, seats: np.ndarray, noise: np.ndarray
+    ) -> tuple[Tensor, Tensor]:
+        """The rows, and a token for each, on the device of the logits; only nucleus sampling waits for it."""
+        if self.staging is None:
+            self.staging = Staging(logits.device)
+        k, p, m = self.top_k[seats], self.top_p[seats], self.min_p[seats]
+        cuts = [np.flatnonzero(x) for x in (k, p < 1, m)]
+        limits = [values[cut, None] for values, cut in zip((k, p, m), cuts, strict=True)]
+        limits[2] = np.log(limits[2])
+        sent = self.staging.sent(rows, noise, self.temperature[seats, None], *cuts, *limits)
+        at, noise_, temperature, with_k, with_p, with_m, ks, ps, ms = sent
+        x = logits[at].float() / temperature
         x -= x.max(dim=-1, keepdim=True).values
-        if (cut := np.flatnonzero(self.top_k[seats])).size:
-            at = torch.from_numpy(cut).to(device)
-            x[at] = keep_top_k(x[at], column(self.top_k[seats[cut]]))
-        if (cut := np.flatnonzero(self.top_p[seats] < 1)).size:
-            at = torch.from_numpy(cut).to(device)
-            x[at] = keep_top_p(x[at], column(self.top_p[seats[cut]]))
-        if (cut := np.flatnonzero(self.min_p[seats])).size:
-            at = torch.from_numpy(cut).to(device)
-            x[at] = keep_above(x[at], column(np.log(self.min_p[seats[cut]])))
-        return choose(x.exp_(), torch.from_numpy(noise).to(device)).cpu().numpy()
+        if len(with_k):
+            x[with_k] = keep_top_k(x[with_k], ks, int(k.max()))
+        if len(with_p):
+            x[with_p] = keep_top_p(x[with_p], ps)
+        if len(with_m):
+            x[with_m] = keep_above(x[with_m], ms)
+        return at, choose(x.exp_(), noise_)
 
 
-def argmax(logits: Tensor) -> np.ndarray:
+def argmax(logits: Tensor) -> Tensor:
     best = logits.max(dim=-1)
-    return torch.where(torch.isfinite(best.values), best.indices, -1).cpu().numpy()
+    return torch.where(torch.isfinite(best.values), best.indices, -1)
 
 
 def adjust(row: Tensor, seq: Sequence, eos: frozenset[int]) -> None:
@@ -122,8 +132,8 @@ def keep_above(x: Tensor, threshold: Tensor) -> Tensor:
     return x.masked_fill(x < threshold, -torch.inf)
 
 
-def keep_top_k(x: Tensor, k: Tensor) -> Tensor:
-    best = x.topk(int(k.max()), dim=-1).values
+def keep_top_k(x: Tensor, k: Tensor, largest: int) -> Tensor:
+    best = x.topk(largest, dim=-1).values
     return keep_above(x, best.gather(1, k - 1))
 
 

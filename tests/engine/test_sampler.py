@@ -119,7 +119,7 @@ def test_filters_keep_what_those_of_transformers_keep(sampling: SamplingParams) 
         ours = row / sampling.temperature
         ours = ours - ours.max(-1, keepdim=True).values
         if sampling.top_k:
-            ours = keep_top_k(ours, torch.tensor([[sampling.top_k]]))
+            ours = keep_top_k(ours, torch.tensor([[sampling.top_k]]), sampling.top_k)
         if sampling.top_p < 1:
             ours = keep_top_p(ours, torch.tensor([[sampling.top_p]]))
         if sampling.min_p:

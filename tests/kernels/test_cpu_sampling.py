@@ -54,7 +54,7 @@ def test_draws_equal_the_torch_path(width, spread):
     got, _ = sampler.draw(x, seqs)
     seats, every = np.arange(rows), np.arange(rows)
     noise = gumbel(sampler.seeds, np.ones(rows, dtype=np.int64), lanes(width))
-    want = sampler._random(x, every, seats, noise).tolist()
+    want = sampler._random(x, every, seats, noise)[1].tolist()
     # Sums are added up in another order: a nucleus may end one token earlier or later, rarely.
     assert sum(a != b for a, b in zip(got, want, strict=True)) <= 1
     assert all(token % 7 for token in got)
