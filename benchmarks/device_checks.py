@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from ragged import Layout, build
 from triton_process import repair_bfloat16
 
-from plait.kernels import reference, triton_attention, triton_cache
+from plait.kernels import reference, triton_attention, triton_cache, triton_layer
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 SMALL = ((1, 1), (1, 40), (1, 70), (33, 33), (9, 50), (2, 2))
@@ -16,8 +18,11 @@ LARGE = ((1, 1), (1, 700), (1, 64), (1, 4097), (300, 300), (129, 1500), (2, 2), 
 LONG = ((1, 9000), (1, 8192))
 
 
-def run_checks(device: str) -> list[dict]:
-    """One record per check: its name, the largest difference (relative to 1 + |expected|), its limit, ok."""
+def run_checks(device: str, only: str = "") -> list[dict]:
+    """One record per check: its name, the largest difference (relative to 1 + |expected|), its limit, ok.
+
+    With `only`, those with this text in their names, in bf16.
+    """
     torch.backends.cuda.matmul.allow_tf32 = False
     large = device == "cuda"
     if not large:
@@ -42,17 +47,61 @@ def run_checks(device: str) -> list[dict]:
             "few long decodes, softcap": Layout(LONG, 4, 2, 256, softcap=30.0),
         }
     records = []
-    for dtype in TOLERANCE:
-        for name, layout in families.items():
-            case = build(replace(layout, dtype=dtype), device)
-            found, expected = case.run(triton_attention.paged_attention), case.run(reference.paged_attention)
-            records.append(_record(f"attention {name}", dtype, found, expected, TOLERANCE[dtype]))
-        records.append(_write(device, dtype))
-        records.append(_copy(device, dtype, host=False))
+    for dtype in (torch.bfloat16,) if only else TOLERANCE:
+        checks: dict[str, Callable[[], dict]] = {
+            f"attention {name}": partial(_attention, name, replace(layout, dtype=dtype), device)
+            for name, layout in families.items()
+        }
+        checks["cache write"] = partial(_write, device, dtype)
+        checks["block copy"] = partial(_copy, device, dtype, host=False)
+        checks["layer norm"] = partial(_norm, device, dtype)
+        checks["layer silu"] = partial(_silu, device, dtype)
+        for group, dim, normed in ((4, 128, False), (3, 64, False), (7, 80, True), (8, 128, True)):
+            name = f"layer rotary, {group} x {dim}{', normed' * normed}"
+            checks[name] = partial(_rotary, name, device, dtype, group, dim, normed)
         if large:
-            records.append(_copy(device, dtype, host=True))
-            records.append(_graph(dtype))
+            checks["block copy to the host"] = partial(_copy, device, dtype, host=True)
+            checks["decode in a CUDA graph"] = partial(_graph, dtype)
+        records += [check() for name, check in checks.items() if only in name]
     return records
+
+
+def _attention(name: str, layout: Layout, device: str) -> dict:
+    case = build(layout, device)
+    found, expected = case.run(triton_attention.paged_attention), case.run(reference.paged_attention)
+    return _record(f"attention {name}", layout.dtype, found, expected, TOLERANCE[layout.dtype])
+
+
+def _norm(device: str, dtype: torch.dtype) -> dict:
+    weight, added = torch.randn(4096, device=device).to(dtype), torch.randn(9, 4096, device=device).to(dtype)
+    streams = [added * 3 + 1 for _ in range(2)]
+    results = [
+        torch.cat([module.norm(x, weight, 1e-5, added), x])
+        for module, x in zip((triton_layer, reference), streams, strict=True)
+    ]
+    return _record("layer norm", dtype, *results, TOLERANCE[dtype])
+
+
+def _silu(device: str, dtype: torch.dtype) -> dict:
+    x = torch.randn(9, 2 * 1536, device=device).to(dtype) * 3
+    return _record("layer silu", dtype, triton_layer.silu_mul(x), reference.silu_mul(x), TOLERANCE[dtype])
+
+
+def _rotary(name: str, device: str, dtype: torch.dtype, group: int, dim: int, normed: bool) -> dict:
+    kv_heads, tokens = 2, 33
+    angles = torch.randn(tokens, dim // 2, device=device).repeat(1, 2) * 3
+    slots = torch.randperm(160, device=device)[:tokens]
+    slots[::7] = -1
+    weights = tuple(torch.randn(2, dim, device=device).to(dtype)) if normed else None
+    qkv = torch.randn(tokens, (group + 2) * kv_heads * dim, device=device).to(dtype)
+    results = []
+    for module in (triton_layer, reference):
+        pool = torch.zeros(10, 3, 2, kv_heads, 16, dim, dtype=dtype, device=device)
+        turned = (angles.cos().to(dtype), angles.sin().to(dtype))
+        q = module.rotate_and_write(qkv.clone(), pool, 1, slots, *turned, weights, 1e-6)
+        results.append(torch.cat([q.flatten(), pool.flatten()]))
+    # Three roundings, which the interpreter makes by cutting off.
+    return _record(name, dtype, *results, 2 * TOLERANCE[dtype])
 
 
 def _record(name: str, dtype: torch.dtype, found: torch.Tensor, expected: torch.Tensor, limit: float) -> dict:
@@ -90,14 +139,21 @@ def _copy(device: str, dtype: torch.dtype, host: bool) -> dict:
 
 
 def _graph(dtype: torch.dtype) -> dict:
-    """Decodes captured in a CUDA graph follow the lengths and tables that lie in memory at replay."""
-    case = build(Layout(((1, 900), (1, 400), (1, 30)), 8, 2, 128, dtype=dtype), "cuda")
+    """Decodes captured in a CUDA graph follow the lengths and tables that lie in memory at replay.
+
+    Replayed for other lengths than it was captured for, so that they are cut otherwise; one is empty.
+    """
+    case = build(Layout(((1, 9000), (1, 400), (1, 30), (1, 700)), 8, 2, 128, dtype=dtype), "cuda")
     case.run(triton_attention.paged_attention)
+    case.batch.plans.clear()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = case.run(triton_attention.paged_attention)
-    case.batch.seq_lens -= torch.tensor([17, 100, 0], device="cuda", dtype=torch.int32)
-    graph.replay()
+    results = []
+    for lengths in ((8983, 300, 30, 0), (17, 400, 1, 700), (9000, 1, 2, 3)):
+        case.batch.seq_lens.copy_(torch.tensor(lengths))
+        graph.replay()
+        results += [out.clone(), case.run(reference.paged_attention)]
     return _record(
-        "decode in a CUDA graph", dtype, out, case.run(reference.paged_attention), TOLERANCE[dtype]
+        "decode in a CUDA graph", dtype, torch.cat(results[::2]), torch.cat(results[1::2]), TOLERANCE[dtype]
     )

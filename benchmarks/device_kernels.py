@@ -2,7 +2,8 @@
 
 Run from the repository's root; needs torch and triton. `python benchmarks/device_kernels.py` takes two to
 three minutes, prints tables and writes device_kernels.json to the folder OUT, or to benchmarks/results.
-`--interpret` runs the checks alone, small, on the CPU. Exit code 1 when a check fails.
+`--interpret` runs the checks alone, small, on the CPU; `--only TEXT` checks (in bf16) and measures what has TEXT in its
+name, and writes nothing. Exit code 1 when a check fails.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ def main() -> int:
         "--interpret", action="store_true", help="small checks in Triton's interpreter, no GPU"
     )
     parser.add_argument("--checks-only", action="store_true", help="no measurements")
+    parser.add_argument("--only", default="", help="what has this in its name")
     arguments = parser.parse_args()
     if arguments.interpret:
         os.environ["TRITON_INTERPRET"] = "1"
@@ -36,7 +38,11 @@ def main() -> int:
         return 2
     device = "cpu" if arguments.interpret else "cuda"
     began = time.monotonic()
-    report: dict = {"torch": torch.__version__, "device": device, "checks": run_checks(device)}
+    report: dict = {
+        "torch": torch.__version__,
+        "device": device,
+        "checks": run_checks(device, arguments.only),
+    }
     failed = [check for check in report["checks"] if not check["ok"]]
     print(
         f"{len(report['checks'])} checks, {len(failed)} failed, {time.monotonic() - began:.1f} s", flush=True
@@ -46,10 +52,10 @@ def main() -> int:
         if not arguments.checks_only:
             from device_speed import measure
 
-            report |= measure()
+            report |= measure(arguments.only)
     out = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results")
     out.mkdir(parents=True, exist_ok=True)
-    if device == "cuda" or "OUT" in os.environ:
+    if not arguments.only and (device == "cuda" or "OUT" in os.environ):
         (out / "device_kernels.json").write_text(json.dumps(report, indent=1))
     return 1 if failed else 0
 

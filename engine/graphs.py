@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from plait.engine.pool import free_bytes
 from plait.engine.staging import Staging
 from plait.engine.tables import BlockTables
 from plait.kernels.batch import Batch
@@ -44,7 +45,7 @@ class DecodeGraphs:
     @torch.inference_mode()
     def capture(self, record: Callable[[Replay], Replay]) -> None:
         """Capture all sizes, largest first: the others reuse its memory. What fails runs eagerly, and is named."""
-        began = time.monotonic()
+        began, free = time.monotonic(), free_bytes(self.pool.device)
         none = np.zeros(0, dtype=np.int64)
         try:
             for size in reversed(self.sizes):
@@ -61,7 +62,12 @@ class DecodeGraphs:
                 error,
             )
         self.captured = sorted(self.replays)
-        log.info("%d graphs captured in %.1f s", len(self.captured), time.monotonic() - began)
+        log.info(
+            "%d graphs captured in %.1f s, with %.0f MiB",
+            len(self.captured),
+            time.monotonic() - began,
+            (free - free_bytes(self.pool.device)) / (1 << 20),
+        )
 
     def takes(self, decodes: int) -> bool:
         return bool(self.captured) and decodes <= self.captured[-1]
