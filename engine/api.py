@@ -150,6 +150,8 @@ class EngineStats:
     generated_tokens: int = 0
     preemptions: int = 0
     restarts: int = 0
+    prediction_error: float = 0.0
+    """Mean relative error of the iteration-time model over the last iterations."""
     time: dict[str, float] = field(default_factory=dict)
     """Seconds since the start of the engine's process, by what they were spent on."""
 

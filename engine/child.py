@@ -44,8 +44,9 @@ def serve(engine: Engine, link: Link) -> None:
     told, idle = 0.0, False
     while True:
         rows: list[list[Any]] = []
-        waits = not engine.has_work()
-        messages = link.receive(2 * STATS_SECONDS if waits else 0.0)
+        pause = engine.scheduler.pause() if engine.has_work() else 2 * STATS_SECONDS
+        waits = pause > 0
+        messages = link.receive(min(pause, 2 * STATS_SECONDS))
         engine.watch.lap("idle" if waits else "ipc")
         for message in messages:
             if message[0] == "stop":

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import inf
+
+TOKEN_BUDGET = {"cpu": 256}
 
 
 @dataclass(slots=True)
@@ -19,18 +22,36 @@ class EngineConfig:
     max_waiting: int = 10_000
     """Sequences that wait at most; the next one is refused with `overloaded`."""
     token_budget: int = 0
-    """Tokens computed in one iteration at most: more fills prompts faster and stalls decodes longer."""
+    """Tokens computed in one iteration at most: more fills prompts faster and stalls decodes longer. Less are computed
+    where sequences that decode would miss their time per token."""
     block_size: int = 16
     num_blocks: int = 0
     kv_cache_bytes: int = 0
     """Size of the KV pool when num_blocks is 0: by default 1 GiB on a CPU, what is left on a GPU."""
     max_model_len: int = 0
     """Prompt plus output of one sequence at most; never more than the model's or the pool's."""
-    policy: str = "priority"
+    policy: str = "default"
+    """Who runs next: default, fcfs, spt, priority, fair or slo."""
+    batching: str = "continuous"
+    """continuous; dynamic and static are there to be compared with."""
+    batch_window_ms: float = 0.0
+    """How long an idle engine waits for company before it starts a batch."""
+    max_wait_seconds: float = 600.0
+    """After so long a sequence comes before all that arrived later, whatever the policy."""
+    aging_seconds: float = 10.0
+    """So much waiting counts as much as one level of priority (policies `default` and `priority`)."""
+    tenant_weights: dict[str, float] = field(default_factory=dict)
+    """Share of a tenant beside the others' (policies `default` and `fair`); 1 for those not named."""
+    long_tokens: int = 0
+    """Prompt plus expected answer from which a sequence counts as long; 0: none does."""
+    long_share: float = 0.25
+    """Share of the seats, and of the prompt tokens while others wait, that long sequences have together at most."""
     max_preemptions: int = 3
     """After so many preemptions a sequence comes before all others and is not preempted for them any more."""
     watermark: float = 0.02
     """Share of the pool that stays free when a sequence is admitted, so that running ones can grow."""
+    high_watermark: float = 0.1
+    """The same after a sequence had to give up its memory, until one has ended."""
     threads: int = 0
     """Threads of the CPU device: by default the processors this process may use."""
     cuda_graphs: bool = True
@@ -53,10 +74,24 @@ class EngineConfig:
             "max_model_len",
             "threads",
             "max_preemptions",
+            "batch_window_ms",
+            "max_wait_seconds",
+            "aging_seconds",
+            "long_tokens",
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative: {getattr(self, name)}")
-        if not 0 <= self.watermark < 1:
-            raise ValueError(f"watermark must be in [0, 1), not {self.watermark}")
+        for name in ("watermark", "high_watermark", "long_share"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be in [0, 1), not {getattr(self, name)}")
+        for tenant, weight in self.tenant_weights.items():
+            if not 0 < weight < inf:
+                raise ValueError(f"tenant_weights[{tenant!r}] must be above 0, not {weight}")
+        if self.batching not in ("continuous", "dynamic", "static"):
+            raise ValueError(f"batching must be continuous, dynamic or static, not {self.batching!r}")
         if self.dtype not in ("auto", "bfloat16", "float16", "float32"):
             raise ValueError(f"dtype must be auto, bfloat16, float16 or float32, not {self.dtype!r}")
+
+    def budget(self, device: str) -> int:
+        """Tokens of one iteration on a kind of device."""
+        return self.token_budget or TOKEN_BUDGET.get(device, 2048)

@@ -116,6 +116,7 @@ class Engine:
 
     def step(self) -> list[Progress]:
         """One iteration. Gives the sequences that got a token or ended."""
+        started = self.clock()
         chunks = self.scheduler.schedule()
         self.watch.lap("scheduling")
         if not chunks:
@@ -129,11 +130,13 @@ class Engine:
         self.counters.iterations += 1
         sampling = [c.seq for c in chunks if c.seq.remaining == 0]
         if not sampling:
+            self.scheduler.took(self.clock() - started)
             return []
         tokens, logprobs = self.sampler.draw(logits, sampling)
         self.watch.lap("sampling")
         self.counters.generated_tokens += len(tokens)
         now = self.clock()
+        self.scheduler.took(now - started)
         return [
             self._append(seq, token, logprobs.get(i), now)
             for i, (seq, token) in enumerate(zip(sampling, tokens, strict=True))
@@ -191,6 +194,7 @@ class Engine:
             prompt_tokens=c.prompt_tokens,
             generated_tokens=c.generated_tokens,
             preemptions=s.preemptions,
+            prediction_error=s.times.error,
             time=self.runner.break_down(self.watch.seconds),
         )
 
@@ -201,6 +205,7 @@ class Engine:
             if self.add(request):
                 done[request.request_id] = list(request.output_token_ids)
         while self.has_work():
+            time.sleep(self.scheduler.pause())
             for progress in self.step():
                 if progress.seq.status is Status.FINISHED:
                     done[progress.seq.id] = progress.seq.tokens[progress.seq.prompt_len :]

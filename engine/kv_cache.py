@@ -44,14 +44,13 @@ class KvCache:
 
     def admit(self, seq: Sequence, reserve: int) -> bool:
         """Blocks for all tokens of a sequence that has none, if `reserve` blocks stay available beside them."""
+        if self.shortage(seq, reserve) > 0:
+            return False
         store, blocks = self.store, self.blocks
         back = seq in self.swapped
         pages = seq.pages if back else self._found(seq)
         here = [p.block for p in pages if p.block >= 0]
         missing = blocks.needed(len(here), len(seq.tokens))
-        idle = sum(blocks.counts[block] == 0 for block in here)
-        if missing + reserve > blocks.available - idle:
-            return False
         # Held before anything is allocated, or room would be made of them.
         blocks.share(here)
         away = [p for p in pages if p.block < 0]
@@ -69,6 +68,17 @@ class KvCache:
             self._count(seq, len(pages) * blocks.block_size)
         seq.pages = [p for p in pages if p.in_tree]
         return True
+
+    def shortage(self, seq: Sequence, reserve: int) -> int:
+        """Blocks that have to become available before `admit` can succeed; none when that is zero or less."""
+        pages = seq.pages if seq in self.swapped else self._found(seq)
+        here = [p.block for p in pages if p.block >= 0]
+        idle = sum(self.blocks.counts[block] == 0 for block in here)
+        return self.blocks.needed(len(here), len(seq.tokens)) + reserve - (self.blocks.available - idle)
+
+    def alone(self, seq: Sequence) -> int:
+        """Blocks that become available when a running sequence is put out."""
+        return sum(self.blocks.counts[block] == 1 for block in seq.blocks)
 
     def _found(self, seq: Sequence) -> list[Page]:
         """Pages of a waiting sequence's tokens. At least the last token is left to be computed: it gives logits."""

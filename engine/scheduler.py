@@ -10,126 +10,256 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import count
-from typing import Any
+from math import inf
 
 from plait.engine.api import FinishReason
+from plait.engine.budget import Pace
+from plait.engine.config import EngineConfig
+from plait.engine.gather import Gate
 from plait.engine.kv_cache import KvCache
-from plait.engine.policy import Policy
+from plait.engine.lengths import Lengths
+from plait.engine.outlook import Outlook
+from plait.engine.policies import make_policy
 from plait.engine.sequence import Chunk, Sequence, Status
+from plait.engine.time_model import Load, TimeModel
 from plait.engine.waiting import WaitingQueue
+
+Rank = tuple[int, float, int]
 
 
 class Scheduler:
     """Waiting and running sequences.
 
-    The running sequence of the first rank always gets what it needs, at the cost of the last ones, and no sequence
-    is longer than the pool: so every iteration makes progress. One that was preempted `max_preemptions` times comes
-    before all that were not, and makes room only for those that got there before it: so preemptions are bounded.
+    Sequences are in two classes. The second is in the policy's order. The first comes before it, whatever the policy,
+    in order of arrival: those that arrived `max_wait_seconds` ago or were preempted `max_preemptions` times. The
+    first of all always gets what it needs, at the cost of the last ones, and no sequence is longer than the pool. So
+    every iteration makes progress, preemptions are bounded, and nobody starves: once a sequence is in the first
+    class it has ended after as many iterations as it and all older ones that have not ended take one after another
+    (one for each `block_size` tokens of a prompt and one for each token of an answer). With `batching` other than
+    continuous, those that the batch in progress still takes are added.
     """
 
-    def __init__(
-        self,
-        kv: KvCache,
-        policy: Policy,
-        *,
-        max_running: int,
-        token_budget: int,
-        max_preemptions: int,
-        watermark: float,
-        clock: Callable[[], float],
-    ):
+    def __init__(self, kv: KvCache, config: EngineConfig, *, clock: Callable[[], float], device: str = "cpu"):
         self.kv = kv
-        self.policy = policy
-        # More than one token for each, or decodes would keep a prompt from ever being prefilled.
-        self.token_budget = max(token_budget, max_running + kv.blocks.block_size)
-        self.max_preemptions = max_preemptions
-        self.reserve = max(1, math.ceil(watermark * kv.blocks.num_blocks))
+        self.config = config
         self.clock = clock
-        self.waiting = WaitingQueue(self._rank)
+        self.block_size = kv.blocks.block_size
+        # More than one token for each, or decodes would keep a prompt from ever being prefilled.
+        self.token_budget = max(config.budget(device), config.max_running + self.block_size)
+        self.times = TimeModel(device)
+        self.lengths = Lengths()
+        self.outlook = Outlook(self.times, self.lengths, self.token_budget)
+        self.policy = make_policy(config, self.outlook)
+        self.pace = Pace(self.times, max(self.block_size, self.token_budget // 8))
+        self.gate = Gate(config)
+        self.reserve = max(1, math.ceil(config.watermark * kv.blocks.num_blocks))
+        self.high_reserve = max(self.reserve, math.ceil(config.high_watermark * kv.blocks.num_blocks))
+        self.max_long = max(1, int(config.long_share * config.max_running))
+        self.waiting = WaitingQueue(self.policy)
         self.running: list[Sequence] = []
-        self.seats = list(range(max_running - 1, -1, -1))
+        self.seats = list(range(config.max_running - 1, -1, -1))
         self.preemptions = 0
         self.admitted: list[Sequence] = []
-        self._numbers, self._protections = count(), count()
+        self.load = Load()
+        self._tight = False
+        self._long = 0
+        self._chosen: dict[Sequence, Chunk] = {}
+        self._numbers = count()
 
     def add(self, seq: Sequence) -> None:
         seq.number = next(self._numbers)
-        self.waiting.push(seq)
-
-    def _rank(self, seq: Sequence) -> tuple[Any, ...]:
-        """No two are equal, or neither of two could make the other go."""
-        if seq.protected is not None:
-            return (0, seq.protected)
-        return (1, *self.policy.key(seq), seq.number)
+        seq.long = 0 < self.config.long_tokens <= len(seq.tokens) + self.lengths.remaining(seq)
+        self.waiting.push(seq, self.clock())
 
     def has_work(self) -> bool:
         return bool(self.running) or len(self.waiting) > 0
 
+    def pause(self) -> float:
+        """Seconds until `schedule` has something to do: above zero while a batch gathers."""
+        oldest = self.waiting.oldest()
+        if self.running or oldest is None or len(self.waiting) >= self.config.max_running:
+            return 0.0
+        return max(0.0, self.gate.opens_at(oldest.timeline.arrived) - self.clock())
+
+    def _first_class(self, seq: Sequence, now: float) -> bool:
+        return self._protected(seq) or now - seq.timeline.arrived >= self.config.max_wait_seconds
+
+    def _protected(self, seq: Sequence) -> bool:
+        return seq.preemptions >= max(1, self.config.max_preemptions)
+
+    def _rank(self, seq: Sequence, now: float) -> Rank:
+        """No two are equal, or neither of two could make the other go."""
+        if self._first_class(seq, now):
+            return (0, seq.timeline.arrived, seq.number)
+        return (1, self.policy.rank(seq), seq.number)
+
     def schedule(self) -> list[Chunk]:
-        """The next iteration's chunks: single tokens first, then longer ones. Empty only when there is no work."""
-        self.running.sort(key=self._rank)
-        self._chosen: list[Chunk] = []
-        self._arriving: list[Chunk] = []
+        """The next iteration's chunks: single tokens first, then longer ones. Empty when there is no work, or while
+        a batch gathers."""
+        now = self.clock()
+        self._chosen, self.admitted = {}, []
         self._budget = self.token_budget
-        self.admitted = []
-        preempted_before = self.preemptions
+        before, short = self.preemptions, False
+        prompts: list[Sequence] = []
         # Decodes first: one token each always fits, and their time per token is what users watch.
-        for seq in sorted(self.running, key=lambda s: s.remaining > 1):
-            if seq.status is Status.RUNNING and self._budget and self._grow(seq):
-                self._choose(seq)
-        if self.preemptions == preempted_before:
-            self._admit()
+        for seq in list(self.running):
+            if seq.remaining > 1:
+                prompts.append(seq)
+            elif seq.status is Status.RUNNING:
+                if self._grow(seq, now):
+                    self._choose(seq, 1)
+                else:
+                    self._budget -= 1  # its place is kept: prompts that begin now go on beside it later
+                    short = True
+        decoding = list(self._chosen)
+        decodes = Load(0, len(decoding), sum(seq.computed for seq in decoding))
+        # A prompt that has begun goes on in every iteration, by a block at least.
+        for seq in prompts:
+            if seq.status is Status.RUNNING:
+                self._choose(seq, min(seq.remaining, self.block_size))
+        allowed = self.pace.prompt_tokens(decoding, decodes, now)
+        self._budget = int(min(self._budget, allowed))
+        self._fill(prompts, now, join=self.preemptions == before and not short)
+        return self._settle()
+
+    def _settle(self) -> list[Chunk]:
+        ready = [c for c in self._chosen.values() if c.seq.arriving is None or self.kv.ready(c.seq)]
         # When all are still being copied in, the iteration waits for them.
-        return sorted(self._chosen or self._arriving, key=lambda c: c.count > 1)
+        chunks = sorted(ready or self._chosen.values(), key=lambda c: c.count > 1)
+        prefill = decodes = kv = 0
+        pairs = 0.0
+        for chunk in chunks:
+            if chunk.count == 1:
+                decodes += 1
+                kv += chunk.seq.computed
+            else:
+                prefill += chunk.count
+                pairs += chunk.count * (chunk.seq.computed + chunk.count / 2)
+        self.load = Load(prefill, decodes, kv, pairs)
+        self.outlook.decodes = Load(0, decodes, kv)
+        return chunks
 
-    def _choose(self, seq: Sequence) -> None:
-        chunk = Chunk(seq, min(seq.remaining, self._budget))
-        (self._chosen if self.kv.ready(seq) else self._arriving).append(chunk)
-        self._budget -= chunk.count
+    def _choose(self, seq: Sequence, count: int) -> None:
+        self._chosen[seq] = Chunk(seq, count)
+        self._budget -= count
 
-    def _grow(self, seq: Sequence) -> bool:
-        """Blocks for all tokens of a running sequence, taken from the last ones if need be; else it waits.
+    def _widen(self, seq: Sequence, limit: float = inf) -> None:
+        """More of the prompt, as far as the budget goes."""
+        chunk = self._chosen[seq]
+        more = max(0, int(min(seq.remaining, limit) - chunk.count))
+        more = min(more, max(0, self._budget))
+        chunk.count += more
+        self._budget -= more
 
-        A victim has no chunk yet: decodes go by rank, and a sequence with more to compute got its blocks on admission.
-        """
-        while not self.kv.grow(seq):
-            victim = self.running[-1]
-            if victim is seq:
-                return False
-            self._preempt(victim)
+    def _fill(self, prompts: list[Sequence], now: float, join: bool) -> None:
+        """Give what is left of the budget to prompts in order of rank, those that run and those that wait."""
+        ranked = sorted(prompts, key=lambda seq: self._rank(seq, now), reverse=True)
+        long_limit = self.config.long_share * self.token_budget
+        if join and len(self.waiting):
+            self.gate.open(len(self.running), len(self.waiting), self.waiting.oldest().timeline.arrived, now)
+        head = self._next(now) if join else None
+        while (ranked or head) and (self._budget > 0 or (head and self._first_class(head, now))):
+            if head and not (ranked and self._rank(ranked[-1], now) < self._rank(head, now)):
+                head = self._next(now) if self._join(head, now) else None
+            elif (seq := ranked.pop()) in self._chosen:
+                self._widen(seq, long_limit if seq.long else inf)
+        for seq in [*prompts, *self.admitted]:
+            if seq.long and seq in self._chosen:
+                self._widen(seq)
+
+    def _next(self, now: float) -> Sequence | None:
+        """The first of those that wait, if one may join now."""
+        if self.gate.places < 1:
+            return None
+        oldest, privileged = self.waiting.oldest(), self.waiting.privileged()
+        if oldest and now - oldest.timeline.arrived >= self.config.max_wait_seconds:
+            return oldest
+        return privileged or self.waiting.first(now, with_long=self._long < self.max_long)
+
+    def _join(self, seq: Sequence, now: float) -> bool:
+        """Seat and memory for one that waits, at the cost of less urgent ones that run; False when there is none."""
+        first = min(seq.remaining, self.block_size)
+        preempted_now = seq.timeline.preemptions and seq.timeline.preemptions[-1] >= now
+        urgent = self._first_class(seq, now)
+        if preempted_now or (self._budget < first and not urgent):
+            return False
+        # The reserve keeps a sequence out that would be preempted, or preempt, as soon as it is in.
+        reserve = 0 if urgent or not self.running else self.high_reserve if self._tight else self.reserve
+        fits = self.seats and self._budget >= first and self.kv.admit(seq, reserve)
+        if not fits and not (self._make_room(seq, reserve, now) and self.kv.admit(seq, reserve)):
+            self.gate.close()
+            return False
+        seq.status = Status.RUNNING
+        self.waiting.remove(seq)
+        self.policy.admitted(seq)
+        self.gate.joined()
+        seq.seat = self.seats.pop()
+        self._long += seq.long
+        if seq.timeline.scheduled is None:
+            seq.timeline.scheduled = now
+        self.running.append(seq)
+        self.admitted.append(seq)
+        self._choose(seq, first)
+        self._widen(seq, self.config.long_share * self.token_budget if seq.long else inf)
         return True
 
-    def _preempt(self, seq: Sequence) -> None:
-        """Back to waiting."""
+    def _make_room(self, seq: Sequence, reserve: int, now: float) -> bool:
+        """Preempt those that yield to a sequence, last ones first, if that gives it a seat, memory and budget."""
+        missing = self.kv.shortage(seq, reserve)
+        victims = [v for v in self.running if self._yields(v, seq, now)]
+        victims.sort(key=lambda v: self._rank(v, now))
+        lacking = min(seq.remaining, self.block_size) - self._budget
+        chosen: list[Sequence] = []
+        while victims and (missing > 0 or lacking > 0 or not (self.seats or chosen)):
+            victim = victims.pop()
+            chosen.append(victim)
+            missing -= self.kv.alone(victim)
+            lacking -= self._chosen[victim].count if victim in self._chosen else 0
+        if missing > 0 or lacking > 0 or not (self.seats or chosen):
+            return False
+        for victim in chosen:
+            self._preempt(victim, now)
+        return True
+
+    def _yields(self, running: Sequence, waiting: Sequence, now: float) -> bool:
+        return self._rank(running, now) > self._rank(waiting, now) and (
+            self._first_class(waiting, now) or self.policy.yields(running, waiting, now)
+        )
+
+    def _grow(self, seq: Sequence, now: float) -> bool:
+        """Blocks for all tokens of a running sequence, taken from the last ones if need be; else it waits."""
+        while not self.kv.grow(seq):
+            victim = max(self.running, key=lambda s: self._rank(s, now))
+            if victim is seq:
+                return False
+            self._preempt(victim, now)
+            self._tight = True
+        return True
+
+    def _preempt(self, seq: Sequence, now: float) -> None:
+        """Back to waiting. What this iteration had for it goes back as well (vllm#23347)."""
         self.preemptions += 1
-        now = self.clock()
+        if chunk := self._chosen.pop(seq, None):
+            self._budget += chunk.count
+        if seq in self.admitted:
+            self.admitted.remove(seq)
         if self.kv.evict(seq):
             seq.timeline.swaps.append(now)
         self._leave(seq)
+        self.gate.left()
         seq.preemptions += 1
-        if seq.preemptions >= self.max_preemptions and seq.protected is None:
-            seq.protected = next(self._protections)
         seq.timeline.preemptions.append(now)
         seq.status = Status.WAITING
-        self.waiting.push(seq)
-
-    def _admit(self) -> None:
-        while self._budget and self.seats and (seq := self.waiting.peek()):
-            # The reserve keeps a sequence out that would be preempted, or preempt, as soon as it is in.
-            if not self.kv.admit(seq, self.reserve if self.running else 0):
-                break
-            self.waiting.pop()
-            seq.seat = self.seats.pop()
-            seq.status = Status.RUNNING
-            if seq.timeline.scheduled is None:
-                seq.timeline.scheduled = self.clock()
-            self.running.append(seq)
-            self.admitted.append(seq)
-            self._choose(seq)
+        self.waiting.push(seq, now, first=self._protected(seq))
 
     def advance(self, chunks: list[Chunk]) -> None:
         """The chunks were computed: their KV is in the pool."""
         self.kv.written(chunks)
+        self.policy.advanced(chunks)
+
+    def took(self, seconds: float) -> None:
+        """The iteration that was scheduled last took so long."""
+        self.times.observe(self.load, seconds)
 
     def finish(self, seq: Sequence, reason: FinishReason, message: str | None = None) -> None:
         """End a sequence in whatever state it is; ending one twice changes nothing."""
@@ -140,8 +270,11 @@ class Scheduler:
         self.kv.release(seq, sound=reason != "error")
         if was is Status.RUNNING:
             self._leave(seq)
+            self._tight = False
         else:
-            self.waiting.forget(seq)
+            self.waiting.remove(seq)
+        if reason in ("stop", "length"):
+            self.lengths.ended(seq)
         seq.reason, seq.message = reason, message
         seq.timeline.finished = self.clock()
 
@@ -149,6 +282,7 @@ class Scheduler:
         self.running.remove(seq)
         self.seats.append(seq.seat)
         seq.seat = -1
+        self._long -= seq.long
 
     def check(self) -> None:
         """Raise AssertionError when the pool's book-keeping is off."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 
 from plait.engine.api import FinishReason, GenerationRequest, Objectives, SamplingParams, Timeline
 from plait.engine.page_store import Transfer
@@ -43,8 +44,21 @@ class Sequence:
     preemptions: int = 0
     number: int = 0
     """Order in which the scheduler got to know it."""
-    protected: int | None = None
-    """Order in which it was preempted for the last time that it should be; None before."""
+    key: float = 0.0
+    """Its place among those that wait in the same lane, as the policy set it."""
+    expires: float = inf
+    """The moment from which the key is to be made anew."""
+    late: bool = False
+    """It cannot be served in time any more, when the policy looked last."""
+    long: bool = False
+    """It is kept apart from the shorter ones."""
+    lane: tuple[object, ...] = ()
+    ticket: int = -1
+    """Of its last entry in the waiting queue; earlier ones are void."""
+    skipped: int = 0
+    """Iterations in a row that went by without it."""
+    charged: int = 0
+    """Tokens that its tenant has been charged for."""
     seat: int = -1
     reason: FinishReason | None = None
     message: str | None = None

@@ -1,53 +1,112 @@
-"""The waiting queue: a heap."""
+"""Those that wait: one heap a lane, and a heap by age."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
-from typing import Any
 
+from plait.engine.policies.base import Policy
 from plait.engine.sequence import Sequence, Status
+
+Entry = tuple[float, int, int, Sequence]
+FIRST = ("first",)
+"""The lane of those that come before all others, whatever the policy: in order of arrival."""
+
+
+def _waits(entry: Entry) -> bool:
+    return entry[3].ticket == entry[2] and entry[3].status is Status.WAITING
+
+
+class Heap:
+    """Sequences by (key, number); what left the queue is dropped when met, or when most of it is stale."""
+
+    __slots__ = ("entries", "size")
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.size = 0
+
+    def push(self, key: float, seq: Sequence) -> None:
+        heapq.heappush(self.entries, (key, seq.number, seq.ticket, seq))
+        self.size += 1
+
+    def first(self) -> Sequence | None:
+        entries = self.entries
+        while entries and not _waits(entries[0]):
+            heapq.heappop(entries)
+        return entries[0][3] if entries else None
+
+    def leave(self) -> None:
+        """One of them does not wait any more."""
+        self.size -= 1
+        if len(self.entries) > 64 and len(self.entries) > 2 * self.size:
+            self.entries = [entry for entry in self.entries if _waits(entry)]
+            heapq.heapify(self.entries)
 
 
 class WaitingQueue:
-    """The smallest rank first: push, peek and pop in O(log n). A rank must not change while its sequence waits.
+    """Push and removal in O(log n), a look in O(lanes that hold somebody).
 
-    Removal is lazy: a sequence that is no longer waiting is dropped when met.
+    Sequences of one lane keep their order while they wait; how lanes compare may change with every look. A key that
+    has expired is made anew when its sequence has become the first of its lane: until then it matters to nobody.
+    One that was preempted keeps its key, so that it comes back before those of its kind that never ran (vllm#5578).
+    Long sequences wait in lanes of their own, so that a look can pass them over.
     """
 
-    def __init__(self, rank: Callable[[Sequence], tuple[Any, ...]]):
-        self._rank = rank
-        self._heap: list[tuple[tuple[Any, ...], int, Sequence]] = []
-        self._ticket = count()
-        self._size = 0
+    def __init__(self, policy: Policy):
+        self.policy = policy
+        self.lanes: dict[tuple[object, ...], Heap] = {}
+        self._ages = Heap()
+        self._tickets = count()
 
-    def push(self, seq: Sequence) -> None:
-        heapq.heappush(self._heap, (self._rank(seq), next(self._ticket), seq))
-        self._size += 1
+    def push(self, seq: Sequence, now: float, first: bool = False) -> None:
+        """Its status is WAITING. With `first` it comes before all that were pushed without."""
+        seq.ticket = next(self._tickets)
+        self.policy.queued(seq)
+        seq.lane = FIRST if first else (seq.long, self.policy.lane(seq))
+        self._place(seq, now)
+        self._ages.push(seq.timeline.arrived, seq)
 
-    def peek(self) -> Sequence | None:
-        while self._heap and self._heap[0][2].status is not Status.WAITING:
-            heapq.heappop(self._heap)
-        return self._heap[0][2] if self._heap else None
+    def _place(self, seq: Sequence, now: float) -> None:
+        if not seq.preemptions or now >= seq.expires:
+            seq.key, seq.expires = self.policy.key(seq, now)
+        if seq.lane not in self.lanes:
+            self.lanes[seq.lane] = Heap()
+        self.lanes[seq.lane].push(seq.timeline.arrived if seq.lane is FIRST else seq.key, seq)
 
-    def pop(self) -> Sequence:
-        seq = self.peek()
-        if seq is None:
-            raise IndexError("the waiting queue is empty")
-        heapq.heappop(self._heap)
-        self._size -= 1
-        return seq
+    def oldest(self) -> Sequence | None:
+        return self._ages.first()
 
-    def forget(self, seq: Sequence) -> None:
-        """Count a sequence out whose status was changed from waiting. Compacts when most entries are stale."""
-        self._size -= 1
-        if len(self._heap) > 64 and len(self._heap) > 2 * self._size:
-            self._heap = [entry for entry in self._heap if entry[2].status is Status.WAITING]
-            heapq.heapify(self._heap)
+    def privileged(self) -> Sequence | None:
+        """The oldest of those that were pushed with `first`."""
+        return self.lanes[FIRST].first() if FIRST in self.lanes else None
+
+    def first(self, now: float, with_long: bool = True) -> Sequence | None:
+        """The policy's choice among those that wait in its lanes."""
+        best, least = None, (0.0, 0)
+        for lane, heap in self.lanes.items():
+            if lane is FIRST or (lane[0] and not with_long):
+                continue
+            while (seq := heap.first()) is not None and now >= seq.expires:
+                heapq.heappop(heap.entries)
+                heap.size -= 1
+                self._place(seq, now)
+            if seq is not None and (best is None or (self.policy.rank(seq), seq.number) < least):
+                best, least = seq, (self.policy.rank(seq), seq.number)
+        return best
+
+    def remove(self, seq: Sequence) -> None:
+        """Its status is not WAITING any more."""
+        self.policy.unqueued(seq)
+        heap = self.lanes[seq.lane]
+        heap.leave()
+        if not heap.size:
+            del self.lanes[seq.lane]
+        self._ages.leave()
 
     def __len__(self) -> int:
-        return self._size
+        return self._ages.size
 
     def __iter__(self) -> Iterator[Sequence]:
-        return (entry[2] for entry in self._heap if entry[2].status is Status.WAITING)
+        return (entry[3] for entry in self._ages.entries if _waits(entry))

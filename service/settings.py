@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, SecretStr, ValidationError, model_validator
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -99,12 +99,20 @@ class EngineSettings(Section):
     kv_cache_bytes: int = Field(0, ge=0)
     num_blocks: int = Field(0, ge=0)
     max_model_len: int = Field(0, ge=0)
-    policy: Literal["priority", "fcfs"] = "priority"
     cuda_graphs: bool = True
+    policy: Literal["default", "fcfs", "spt", "priority", "fair", "slo"] = "default"
+    batching: Literal["continuous", "dynamic", "static"] = "continuous"
+    batch_window_ms: float = Field(0, ge=0)
+    max_wait_seconds: float = Field(600, ge=0)
+    aging_seconds: float = Field(10, ge=0)
+    tenant_weights: dict[str, PositiveFloat] = {}
+    long_tokens: int = Field(0, ge=0)
+    long_share: float = Field(0.25, ge=0, lt=1)
     threads: int = Field(0, ge=0)
     max_waiting: int = Field(10_000, ge=1)
     max_preemptions: int = Field(3, ge=0)
     watermark: float = Field(0.02, ge=0, lt=1)
+    high_watermark: float = Field(0.1, ge=0, lt=1)
     stall_seconds: float = Field(120.0, gt=0)
     max_restarts: int = Field(3, ge=1)
 

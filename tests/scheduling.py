@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from fake_mover import FakeMover
 from plait.engine.api import GenerationRequest, SamplingParams
 from plait.engine.block_manager import BlockManager
+from plait.engine.config import EngineConfig
 from plait.engine.kv_cache import KvCache
-from plait.engine.policy import make_policy
 from plait.engine.scheduler import Scheduler
 from plait.engine.sequence import Chunk, Sequence, Status
 
@@ -24,6 +25,8 @@ class Drive:
     max_preemptions: int = 3
     watermark: float = 0.02
     policy: str = "priority"
+    levers: dict[str, Any] = field(default_factory=dict)
+    """Further settings of the engine."""
     host_blocks: int = 0
     preemption: str = "swap"
     prefix_cache: bool = False
@@ -44,15 +47,15 @@ class Drive:
             preemption=self.preemption,
             prefix_cache=self.prefix_cache,
         )
-        self.scheduler = Scheduler(
-            self.kv,
-            make_policy(self.policy),
+        config = EngineConfig(
             max_running=self.max_running,
             token_budget=self.token_budget,
             max_preemptions=self.max_preemptions,
             watermark=self.watermark,
-            clock=lambda: self.now,
+            policy=self.policy,
+            **self.levers,
         )
+        self.scheduler = Scheduler(self.kv, config, clock=lambda: self.now)
 
     @property
     def capacity(self) -> int:
@@ -130,7 +133,8 @@ class Drive:
                 # It decodes and memory is out: nobody behind it is left to be preempted for it.
                 assert seq.remaining == 1, "a partly prefilled prompt got nothing"
                 missing = blocks.needed(len(seq.blocks), len(seq.tokens))
-                assert missing > 0 and scheduler.running[-1] is seq
+                last = max(scheduler.running, key=lambda s: scheduler._rank(s, self.now))
+                assert missing > 0 and last is seq
         seats = [seq.seat for seq in scheduler.running]
         assert len(set(seats)) == len(seats) and all(0 <= seat < self.max_running for seat in seats)
 
@@ -149,8 +153,9 @@ class Drive:
     def _check_victim(self, victim: Sequence) -> None:
         assert victim.status is not Status.FINISHED
         if victim.preemptions > max(self.max_preemptions, 1):
-            assert any(seq.preemptions >= self.max_preemptions for seq in self.scheduler.running), (
-                "a protected sequence made room for one that is not"
+            first = min(self.scheduler.running, key=lambda seq: (seq.timeline.arrived, seq.number))
+            assert (first.timeline.arrived, first.number) < (victim.timeline.arrived, victim.number), (
+                "a protected sequence made room for one that is younger"
             )
 
     def check_pool(self) -> None:

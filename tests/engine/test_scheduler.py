@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from plait.engine.policies import POLICIES
 from plait.engine.sequence import Status
 from scheduling import Drive
 
@@ -25,7 +26,7 @@ class Traffic(RuleBasedStateMachine):
         token_budget=st.integers(1, 24),
         max_preemptions=st.integers(0, 3),
         watermark=st.sampled_from([0.0, 0.02, 0.3, 0.9]),
-        policy=st.sampled_from(["fcfs", "priority"]),
+        policy=st.sampled_from(sorted(POLICIES)),
     )
     def begin(self, **knobs: Any) -> None:
         self.drive = Drive(**knobs)
@@ -208,11 +209,12 @@ def calls(action: Any) -> int:
     return seen
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_an_iteration_costs_the_same_however_many_wait(policy: str) -> None:
     costs = []
     for waiting in (10, 10_000):
-        drive = Drive(num_blocks=8, block_size=4, max_running=4, policy=policy)
+        levers = {"max_wait_seconds": 1e9}
+        drive = Drive(num_blocks=8, block_size=4, max_running=4, policy=policy, levers=levers)
         for i in range(waiting):
             drive.add(prompt=5, max_tokens=12, priority=i * 7 % 10)
         drive.step()

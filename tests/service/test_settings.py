@@ -46,7 +46,7 @@ def test_lists_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ("[kafka]\nbootstrap_server = 'x'", "kafka.bootstrap_server: unknown key"),
         ("[kafak]\ngroup_id = 'x'", "kafak: unknown key"),
         ("[worker]\nmax_in_flight = 0", "worker.max_in_flight"),
-        ("[engine]\npolicy = 'random'", "engine.policy: Input should be 'priority' or 'fcfs'"),
+        ("[engine]\npolicy = 'random'", "engine.policy: Input should be 'default', 'fcfs'"),
         ("[engine]\ndevice = 'gpu'", "engine.device: .*auto.cpu.cuda"),
         ("[worker\n", "plait.toml"),
     ],

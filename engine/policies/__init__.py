@@ -1,0 +1,23 @@
+"""Who comes first."""
+
+from plait.engine.config import EngineConfig
+from plait.engine.outlook import Outlook
+from plait.engine.policies.base import Policy
+from plait.engine.policies.fair import Fair
+from plait.engine.policies.order import Priority, Spt
+from plait.engine.policies.slo import Default, Slo
+
+POLICIES: dict[str, type[Policy]] = {
+    "default": Default,
+    "fcfs": Policy,
+    "spt": Spt,
+    "priority": Priority,
+    "fair": Fair,
+    "slo": Slo,
+}
+
+
+def make_policy(config: EngineConfig, outlook: Outlook) -> Policy:
+    if config.policy not in POLICIES:
+        raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {config.policy!r}")
+    return POLICIES[config.policy](config, outlook)
