@@ -76,9 +76,10 @@ class KvCache:
         idle = sum(self.blocks.counts[block] == 0 for block in here)
         return self.blocks.needed(len(here), len(seq.tokens)) + reserve - (self.blocks.available - idle)
 
-    def alone(self, seq: Sequence) -> int:
-        """Blocks that become available when a running sequence is put out."""
-        return sum(self.blocks.counts[block] == 1 for block in seq.blocks)
+    def gain(self, victim: Sequence, seq: Sequence) -> int:
+        """Blocks by which a waiting sequence's shortage gets smaller, at least, when a running one is put out."""
+        shared = {page.block for page in seq.pages}
+        return sum(self.blocks.counts[block] == 1 and block not in shared for block in victim.blocks)
 
     def _found(self, seq: Sequence) -> list[Page]:
         """Pages of a waiting sequence's tokens. At least the last token is left to be computed: it gives logits."""

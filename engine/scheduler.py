@@ -186,9 +186,11 @@ class Scheduler:
         # The reserve keeps a sequence out that would be preempted, or preempt, as soon as it is in.
         reserve = 0 if urgent or not self.running else self.high_reserve if self._tight else self.reserve
         fits = self.seats and self._budget >= first and self.kv.admit(seq, reserve)
-        if not fits and not (self._make_room(seq, reserve, now) and self.kv.admit(seq, reserve)):
-            self.gate.close()
-            return False
+        if not fits:
+            made = self._make_room(seq, reserve, now)
+            if not made or not self.kv.admit(seq, reserve if self.running else 0):
+                self.gate.close()
+                return False
         seq.status = Status.RUNNING
         self.waiting.remove(seq)
         self.policy.admitted(seq)
@@ -199,7 +201,8 @@ class Scheduler:
             seq.timeline.scheduled = now
         self.running.append(seq)
         self.admitted.append(seq)
-        self._choose(seq, first)
+        # What the prefix cache had for it counts as computed by now.
+        self._choose(seq, min(seq.remaining, self.block_size))
         self._widen(seq, self.config.long_share * self.token_budget if seq.long else inf)
         return True
 
@@ -213,7 +216,7 @@ class Scheduler:
         while victims and (missing > 0 or lacking > 0 or not (self.seats or chosen)):
             victim = victims.pop()
             chosen.append(victim)
-            missing -= self.kv.alone(victim)
+            missing -= self.kv.gain(victim, seq)
             lacking -= self._chosen[victim].count if victim in self._chosen else 0
         if missing > 0 or lacking > 0 or not (self.seats or chosen):
             return False

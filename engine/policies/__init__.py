@@ -18,6 +18,10 @@ POLICIES: dict[str, type[Policy]] = {
 
 
 def make_policy(config: EngineConfig, outlook: Outlook) -> Policy:
-    if config.policy not in POLICIES:
-        raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {config.policy!r}")
-    return POLICIES[config.policy](config, outlook)
+    return policy_class(config.policy)(config, outlook)
+
+
+def policy_class(name: str) -> type[Policy]:
+    if name not in POLICIES:
+        raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {name!r}")
+    return POLICIES[name]

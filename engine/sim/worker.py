@@ -89,12 +89,14 @@ class Worker:
     def _step(self) -> None:
         chunks = self.scheduler.schedule()
         if not chunks:
+            self.now += self.scheduler.pause()
             return
         self.iterations += 1
         seconds = self._seconds(chunks)
         self.now += seconds
         self.busy += seconds
         self.scheduler.advance(chunks)
+        self.scheduler.took(seconds)
         for chunk in chunks:
             seq = chunk.seq
             if seq.computed == len(seq.tokens):

@@ -46,7 +46,7 @@ def command(
     ] = None,
 ) -> None:
     """What a policy would do with a trace of requests: objectives met, times, preemptions, refusals."""
-    from plait.engine.policy import make_policy
+    from plait.engine.policies import policy_class
     from plait.engine.sim import profile as profiles
     from plait.engine.sim.run import policy_name, simulate
     from plait.engine.sim.trace import read
@@ -54,7 +54,7 @@ def command(
     policies = [policy, *(compare or ["fcfs"] if plot else [])]
     try:
         for name in policies:
-            make_policy(policy_name(name))
+            policy_class(policy_name(name))
         device = profiles.load(profile)
         rows = read(trace)
     except (ValueError, OSError) as error:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.engine.policy import POLICIES
+from plait.engine.policies import POLICIES
 from plait.engine.sim import profile as profiles
 from plait.engine.sim.mix import CLASSES, TENANTS, Class, Job, spread
 from plait.engine.sim.mix import mix as mix_for
