@@ -18,6 +18,7 @@ from torch import Tensor
 
 from plait.kernels.batch import Batch
 from plait.kernels.triton_config import Cut, Launch, cut_for, device_of, launch_for
+from plait.kernels.triton_launch import launch as launch_kernel
 
 # Finite, so that a row with no visible key in its first tiles stays free of NaN: what it gathered there is
 # scaled by exp2(LOW - top) = 0 as soon as a visible key comes.
@@ -377,15 +378,11 @@ def paged_attention(
         _launch(launch, grid, out, q, batch, layer, scale, window, softcap, sinks, parts)
         keys = min(batch.max_seq, window) if window else batch.max_seq
         if keys > cut.least * launch.tile_n:
-            combine_kernel[(decodes, q.shape[1])](
-                out,
-                partial,
-                stats,
-                plan[1],
-                HEADS=q.shape[1],
-                HEAD_DIM=head_dim,
-                HEAD_PAD=launch.head_pad,
-                LANES=16,
+            launch_kernel(
+                combine_kernel,
+                (decodes, q.shape[1]),
+                (out, partial, stats, plan[1]),
+                (q.shape[1], head_dim, launch.head_pad, 16),
                 num_warps=2,
             )
     if seqs > decodes:
@@ -403,17 +400,8 @@ def _plan(batch: Batch, window: int | None, launch: Launch, cut: Cut) -> tuple[T
             torch.empty(size, dtype=torch.int32, device=batch.seq_lens.device)
             for size in (batch.num_decodes + cut.wanted, batch.num_decodes + 1, 1)
         ]
-        plan_kernel[(1,)](
-            *made,
-            batch.seq_lens,
-            batch.num_decodes,
-            cut.wanted,
-            cut.least,
-            WINDOW=window or 0,
-            TILE_N=launch.tile_n,
-            LANES=256,
-            num_warps=4,
-        )
+        arguments = (*made, batch.seq_lens, batch.num_decodes, cut.wanted, cut.least)
+        launch_kernel(plan_kernel, (1,), arguments, (window or 0, launch.tile_n, 256))
         batch.plans[window] = tuple(made)
     return batch.plans[window]
 
@@ -432,7 +420,7 @@ def _launch(
     parts: tuple[Tensor | None, ...],
 ) -> None:
     first = 0 if launch.decode else batch.num_decodes
-    attention_kernel[grid](
+    arguments = (
         out,
         q,
         batch.pool,
@@ -441,14 +429,19 @@ def _launch(
         batch.block_tables,
         sinks,
         *parts,
-        scale,
+        float(scale),
         layer,
         first,
         batch.num_decodes if launch.decode else len(batch.seq_lens) - first,
         batch.block_tables.stride(0),
         q.stride(0),
         q.stride(1),
-        **launch.constants(batch.pool, q.shape[1], window, softcap),
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+    )
+    launch_kernel(
+        attention_kernel,
+        grid,
+        arguments,
+        launch.constants(batch.pool, q.shape[1], window, softcap),
+        launch.num_warps,
+        launch.num_stages,
     )

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plait.kernels.triton_launch import launch
+
 
 @triton.jit(do_not_specialize=["layer"])
 def write_kernel(
@@ -61,22 +63,12 @@ def write_kv(pool: Tensor, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> N
     if not tokens:
         return
     tile = min(triton.next_power_of_2(kv_heads * head_dim), 2048)
-    write_kernel[(tokens, triton.cdiv(kv_heads * head_dim, tile))](
-        pool,
-        k,
-        v,
-        slots,
-        layer,
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        NUM_LAYERS=pool.shape[1],
-        KV_HEADS=kv_heads,
-        BLOCK_SIZE=pool.shape[4],
-        HEAD_DIM=head_dim,
-        TILE=tile,
-        num_warps=4,
+    strides = (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
+    launch(
+        write_kernel,
+        (tokens, triton.cdiv(kv_heads * head_dim, tile)),
+        (pool, k, v, slots, layer, *strides),
+        (pool.shape[1], kv_heads, pool.shape[4], head_dim, tile),
     )
 
 
@@ -94,6 +86,5 @@ def copy_blocks(src_pool: Tensor, dst_pool: Tensor, pairs: Tensor) -> None:
         return
     src, dst = (pool.view(len(pool), -1).view(torch.int64) for pool in (src_pool, dst_pool))
     words, tile = src.shape[1], 4096
-    copy_kernel[(len(pairs), triton.cdiv(words, tile))](
-        src, dst, pairs.contiguous(), WORDS=words, TILE=tile, num_warps=8
-    )
+    grid = (len(pairs), triton.cdiv(words, tile))
+    launch(copy_kernel, grid, (src, dst, pairs.contiguous()), (words, tile), num_warps=8)

@@ -37,22 +37,12 @@ class Launch:
 
     def constants(
         self, pool: Tensor, heads: int, window: int | None, softcap: float | None
-    ) -> dict[str, object]:
-        """The compile-time arguments of the attention kernel."""
+    ) -> tuple[object, ...]:
+        """The compile-time arguments of the attention kernel, in its order."""
         _, num_layers, _, kv_heads, block_size, head_dim = pool.shape
-        return {
-            "DECODE": self.decode,
-            "WINDOW": window or 0,
-            "SOFTCAP": softcap or 0.0,
-            "NUM_LAYERS": num_layers,
-            "KV_HEADS": kv_heads,
-            "GROUP": heads // kv_heads,
-            "BLOCK_SIZE": block_size,
-            "HEAD_DIM": head_dim,
-            "HEAD_PAD": self.head_pad,
-            "TILE_M": self.tile_m,
-            "TILE_N": self.tile_n,
-        }
+        kinds = (self.decode, window or 0, softcap or 0.0)
+        heads_and_blocks = (num_layers, kv_heads, heads // kv_heads, block_size, head_dim)
+        return (*kinds, *heads_and_blocks, self.head_pad, self.tile_m, self.tile_n)
 
 
 @cache

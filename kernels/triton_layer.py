@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from plait.kernels.triton_launch import launch
+
 
 @triton.jit
 def _times(a, b):
@@ -144,8 +146,12 @@ def norm(stream: Tensor, weight: Tensor, eps: float, added: Tensor | None = None
     rows, width = stream.shape
     out = torch.empty_like(stream)
     pad = triton.next_power_of_2(width)
-    norm_kernel[(rows,)](
-        out, stream, added, weight, eps, WIDTH=width, PAD=pad, num_warps=min(16, max(1, pad // 512))
+    launch(
+        norm_kernel,
+        (rows,),
+        (out, stream, added, weight, float(eps)),
+        (width, pad),
+        num_warps=min(16, max(1, pad // 512)),
     )
     return out
 
@@ -155,7 +161,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     tile = min(triton.next_power_of_2(width), 1024)
-    silu_kernel[(rows, triton.cdiv(width, tile))](out, gate_up, WIDTH=width, TILE=tile, num_warps=4)
+    launch(silu_kernel, (rows, triton.cdiv(width, tile)), (out, gate_up), (width, tile))
     return out
 
 
@@ -174,22 +180,12 @@ def rotate_and_write(
     _, num_layers, _, kv_heads, block_size, dim = pool.shape
     heads = qkv.shape[1] // dim - 2 * kv_heads
     group = heads // kv_heads
-    rotary_kernel[(tokens, kv_heads)](
-        qkv,
-        pool,
-        cos,
-        sin,
-        slots,
-        *(norms or (None, None)),
-        eps,
-        layer,
-        NUM_LAYERS=num_layers,
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        GROUP_PAD=triton.next_power_of_2(group + 1),
-        BLOCK_SIZE=block_size,
-        HALF=dim // 2,
-        HALF_PAD=triton.next_power_of_2(dim // 2),
+    pads = (triton.next_power_of_2(group + 1), triton.next_power_of_2(dim // 2))
+    launch(
+        rotary_kernel,
+        (tokens, kv_heads),
+        (qkv, pool, cos, sin, slots, *(norms or (None, None)), float(eps), layer),
+        (num_layers, kv_heads, group, pads[0], block_size, dim // 2, pads[1]),
         num_warps=4 if group > 4 else 2,
     )
     return qkv[:, : heads * dim].view(tokens, heads, dim)

@@ -95,7 +95,8 @@ def attention(shape: Shape, target: int, decode: bool) -> Built:
     pointers |= dict.fromkeys(("sinks",) if shape.sinks else (), kind)
     integers = ("layer", "first_seq", "num_seqs", "table_stride", "q_token_stride", "q_head_stride")
     pool = torch.empty(1, 32, 2, shape.kv_heads, 16, shape.head_dim, device="meta")
-    constants = launch.constants(pool, shape.group * shape.kv_heads, shape.window, shape.softcap)
+    values = launch.constants(pool, shape.group * shape.kv_heads, shape.window, shape.softcap)
+    constants = dict(zip(attention_kernel.arg_names[-len(values) :], values, strict=True))
     return build(
         attention_kernel,
         pointers,
