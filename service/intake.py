@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, TopicPartition
 from aiokafka.coordinator.assignors.sticky.sticky_assignor import StickyPartitionAssignor
-from aiokafka.errors import CommitFailedError, ConsumerStoppedError, IllegalStateError, KafkaError
+from aiokafka.errors import ConsumerStoppedError, KafkaError
 
+from plait.service import handover
 from plait.service.clock import Clock
+from plait.service.commits import COMMIT_TIMEOUT_S, Commits
 from plait.service.kafka import connection, say, step
 from plait.service.leases import Lease, Partition
 from plait.service.metrics import Metrics
@@ -23,7 +25,6 @@ log = logging.getLogger(__name__)
 POLL_MS = 200
 RETRY_BACKOFF_S = 1.0
 MAX_FAILED_POLLS = 5
-COMMIT_TIMEOUT_S = 5.0
 POLL_RECORDS = 64  # at a time: other lanes and running requests have their turn in between
 FETCH_MAX_BYTES = 50 * 1024 * 1024  # of one answer of a broker
 
@@ -61,8 +62,8 @@ class Intake:
         self._consumer: Any = None
         self._partitions: dict[TopicPartition, Partition] = {}
         self._member: tuple[str, int] = ("", -1)
-        self._committing = asyncio.Lock()
-        self._committer: asyncio.Task[None] | None = None
+        self.commits = Commits(metrics, settings.worker.commit_interval_s, self._recorded)
+        self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
         self._closed = False
         self._room = asyncio.Event()  # something was resumed
@@ -83,7 +84,7 @@ class Intake:
 
     async def run(self) -> None:
         """Poll until `close`. Recovers from every failure of the broker, and says so."""
-        self._committer = asyncio.create_task(self._commit_forever(), name="plait-commit")
+        self._spawn(self.commits.run(), "plait-commit")
         failed = 0
         while not self._closed:
             try:
@@ -168,11 +169,12 @@ class Intake:
     async def close(self) -> None:
         """Commit what is finished and leave the group."""
         self._draining = True
-        if self._committer is not None:
-            self._committer.cancel()
-            await asyncio.wait([self._committer])
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
         if self._consumer is not None:
-            await self._commit()
+            await self.commits.commit(clean=True)
             self._closed = True
             await self._consumer.stop()
         self._closed = True
@@ -189,7 +191,8 @@ class Intake:
         """Commit; what becomes of the requests in flight is known only with the next assignment."""
         self.assigned.clear()
         if revoked and self._settings.kafka.commit_on_revoke:
-            await self._commit(timeout=min(COMMIT_TIMEOUT_S, self._settings.kafka.session_timeout_ms / 3000))
+            limit = min(COMMIT_TIMEOUT_S, self._settings.kafka.session_timeout_ms / 3000)
+            await self.commits.commit(clean=True, limit_s=limit)
 
     async def reassigned(self, assigned: set[TopicPartition]) -> None:
         """Keep what stayed ours, drop what went.
@@ -201,14 +204,18 @@ class Intake:
         member, generation = coordinator.member_id, coordinator.generation
         unbroken = member == self._member[0] and generation <= self._member[1] + 1
         self._member = (member, generation)
-        before, self._partitions = self._partitions, {}
+        before, now = self._partitions, {}
         for partition in assigned:
             kept = before.pop(partition, None) if unbroken else None
             if kept is not None:
                 kept.epoch = generation
-            self._partitions[partition] = kept or Partition(partition, generation)
+                kept.waiting.clear()  # it comes again, as all that is not committed
+            now[partition] = kept or Partition(partition, generation)
+        self._set_partitions(now)
         for lost in before.values():
             self._lose(lost)
+        if new := [partition for partition in now.values() if not partition.is_open]:
+            self._spawn(self._take_over(new), "plait-take-over")
         self._metrics.rebalances.inc()
         self._metrics.assigned.labels(lane=self.lane.name).set(len(assigned))
         log.info(
@@ -222,8 +229,26 @@ class Intake:
         self._balance()
         self.assigned.set()
 
+    def _set_partitions(self, partitions: dict[TopicPartition, Partition]) -> None:
+        self._partitions = self.commits.partitions = partitions
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _take_over(self, partitions: list[Partition]) -> None:
+        """Open partitions, once it is known what their last owners left."""
+        left = await handover.read(self._consumer, [partition.topic_partition for partition in partitions])
+        for partition in partitions:
+            if self._partitions.get(partition.topic_partition) is partition and not partition.is_open:
+                partition.restore(*left[partition.topic_partition])
+                self._start(partition)
+        self._balance()
+
     def _lose(self, partition: Partition) -> None:
         self._metrics.lag.clear()  # a lost partition would keep its last value; the others are set again soon
+        partition.waiting.clear()
         for lease in list(partition.leases.values()):
             if lease.on_lost is not None:
                 lease.on_lost()
@@ -232,13 +257,36 @@ class Intake:
         partition = self._partitions.get(TopicPartition(record.topic, record.partition))
         if partition is None or self._draining:
             return
+        partition.waiting.append(record)
+        self._start(partition)
+
+    def _start(self, partition: Partition) -> None:
+        """Hand on what waits, as far as a commit says that it may have been started. What still waits then
+        holds its partition."""
+        while partition.is_open and partition.waiting and not self._draining:
+            record = partition.waiting[0]
+            if record.offset >= partition.reach:
+                self.commits.soon()
+                return
+            partition.waiting.popleft()
+            self._admit(partition, record)
+
+    def _recorded(self) -> None:
+        """A commit is durable: its reservations hold."""
+        for partition in self._partitions.values():
+            self._start(partition)
+        self._freed()
+        self._observe_lag()
+
+    def _admit(self, partition: Partition, record: Any) -> None:
         if not partition.tracker.deliver(record.offset):
             log.debug("%s[%d]@%d was delivered before", record.topic, record.partition, record.offset)
             return
         size = len(record.value or b"") + len(record.key or b"")
         self._read_ahead.take(self.lane.name, size)
         self._observe()
-        self._on_record(record, Lease(partition, record.offset, size, self._ended))
+        lease = Lease(partition, record.offset, size, self._ended, self.commits.recorded)
+        self._on_record(record, lease)
 
     def _ended(self, lease: Lease) -> None:
         self._read_ahead.give_back(self.lane.name, lease.size)
@@ -264,61 +312,18 @@ class Intake:
             self._held = set(assigned)
         else:
             window = self._limits.max_window
-            self._held = {tp for tp, p in self._partitions.items() if p.tracker.window >= window} & assigned
+            shut = {tp for tp, p in self._partitions.items() if p.waiting or p.tracker.window >= window}
+            self._held = shut & assigned
         self._consumer.pause(*(self._held - paused))
         self._consumer.resume(*(paused - self._held))
         self._metrics.paused.labels(lane=self.lane.name).set(len(self._held))
         if len(self._held) < len(assigned):
             self._room.set()
 
-    async def _commit_forever(self) -> None:
-        while True:
-            await asyncio.sleep(self._limits.commit_interval_s)
-            consumer = self._consumer
-            if consumer is None or consumer._subscription.reassignment_in_progress:
-                continue
-            try:
-                await self._commit()
-                self._observe_lag(consumer)
-            except Exception:
-                log.exception("committing")  # the next round repeats it
-
-    async def _commit(self, timeout: float = COMMIT_TIMEOUT_S) -> None:  # noqa: ASYNC109 one bound for all it does
-        """Commit what has changed. Never raises for what the broker says."""
-        async with self._committing:
-            consumer = self._consumer
-            if consumer is None:
-                return
-            assigned = consumer.assignment()
-            offsets = {
-                tp: (position, self._metadata(partition))
-                for tp, partition in self._partitions.items()
-                if tp in assigned
-                and (position := partition.tracker.position) is not None
-                and position != partition.committed
-            }
-            if not offsets:
-                return
-            try:
-                async with asyncio.timeout(timeout):
-                    await consumer.commit(offsets)
-            except (CommitFailedError, IllegalStateError) as error:
-                self._metrics.commits.labels(result="dropped").inc()
-                log.info("a commit was dropped, the partitions have moved on: %s", say(error))
-            except (KafkaError, TimeoutError) as error:
-                self._metrics.commits.labels(result="failed").inc()
-                log.warning("a commit failed, the next one repeats it: %s", say(error))
-            else:
-                self._metrics.commits.labels(result="ok").inc()
-                for tp, (position, _) in offsets.items():
-                    if tp in self._partitions:
-                        self._partitions[tp].committed = position
-
-    def _metadata(self, partition: Partition) -> str:
-        """What is committed beside the offset: the place for `tracker.finished_above()`."""
-        return ""
-
-    def _observe_lag(self, consumer: Any) -> None:
+    def _observe_lag(self) -> None:
+        consumer = self._consumer
+        if consumer is None:
+            return
         for tp, partition in self._partitions.items():
             if consumer._subscription.is_assigned(tp):
                 end, position = consumer.highwater(tp), partition.tracker.position
@@ -344,11 +349,12 @@ class Intake:
             fetch_max_bytes=min(FETCH_MAX_BYTES, self._read_ahead.byte_limit(lane.name)),
         )
         consumer.subscribe([lane.topic], listener=Rebalances(self, consumer))
-        self._consumer = consumer  # the listener needs it while start() still waits for an assignment
+        # The listener needs it while start() still waits for an assignment.
+        self._consumer = self.commits.consumer = consumer
         try:
             await consumer.start()
         except BaseException:
-            self._consumer = None
+            self._consumer = self.commits.consumer = None
             await consumer.stop()
             raise
 
@@ -356,7 +362,9 @@ class Intake:
         """A new consumer, after one whose background tasks have died."""
         log.warning("reading requests failed %d times in a row: joining the group anew", MAX_FAILED_POLLS)
         consumer, self._consumer = self._consumer, None
-        lost, self._partitions = self._partitions, {}
+        self.commits.consumer = None
+        lost = self._partitions
+        self._set_partitions({})
         self._member = ("", -1)
         self.assigned.clear()
         for partition in lost.values():

@@ -2,32 +2,97 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from aiokafka import TopicPartition
 
+from plait.service.commit_metadata import Mark, Progress
 from plait.service.offsets import OffsetTracker
+
+# Offsets that a commit reserves beyond what was read: none is started before a commit says that it may have been.
+RESERVE = 1000
 
 
 class Partition:
-    """One assignment of a partition to this worker: a later assignment of the same one is another object."""
+    """One assignment of a partition to this worker: a later assignment of the same one is another object.
+
+    It is closed until `restore` says what its last owner left. `reach` is what the last commit reserved.
+    """
 
     def __init__(self, topic_partition: TopicPartition, epoch: int) -> None:
         self.topic_partition = topic_partition
         self.epoch = epoch
         self.tracker = OffsetTracker()
-        self.committed: int | None = None
+        self.committed: tuple[int, str] | None = None
         self.leases: dict[int, Lease] = {}
+        self.waiting: deque[Any] = deque()  # records that may not be started yet
+        self.is_open = False
+        self.reach = 0
+        self._maybe_started = 0
+        self._marks: dict[int, Mark] = {}  # of records that were not delivered yet
+
+    def restore(self, committed: int | None, progress: Progress | None, end: int) -> None:
+        """Begin where the last owner was. `end` is the partition's end now: nobody can have started what came
+        later. Without `progress` all that exists may have been started."""
+        if committed is not None and committed > end:
+            committed = progress = None  # another log than the one that was committed for
+        if progress is not None:
+            self.tracker = OffsetTracker(committed, progress.finished)
+            self.reach = progress.reach
+            self._marks = dict(progress.marks)
+        else:
+            self.tracker = OffsetTracker(committed)
+        self._maybe_started = end if progress is None else min(end, progress.reach)
+        self.is_open = True
+
+    def maybe_started(self, offset: int) -> bool:
+        """Whether an earlier owner may have begun to answer this record."""
+        return offset < self._maybe_started
+
+    def take_mark(self, offset: int) -> Mark | None:
+        """What was noted of attempts at this record, which is delivered now."""
+        return self._marks.pop(offset, None)
+
+    def keep_mark(self, offset: int, mark: Mark) -> None:
+        """The record is left to the next owner."""
+        self._marks[offset] = mark
+
+    def progress(self, *, clean: bool) -> Progress:
+        """What the next owner must know. `clean`: this one leaves in order, so that no attempt has failed."""
+        seen = self.tracker.next or self.tracker.position or 0
+        reach = self.reach if self.reach - seen >= RESERVE // 2 else seen + RESERVE
+        first = self.tracker.position or 0
+        marks = {offset: mark for offset, mark in self._marks.items() if offset >= first} | {
+            offset: mark for offset, lease in self.leases.items() if (mark := lease.mark(clean=clean))
+        }
+        return Progress(reach, self.epoch, self.tracker.finished_above(), marks)
 
 
 class Lease:
-    """The right and the duty to answer one record. It ends with `finish` or `abandon`, the first counts."""
+    """The right and the duty to answer one record. It ends with `finish` or `abandon`, the first counts.
 
-    def __init__(self, partition: Partition, offset: int, size: int, on_end: Callable[[Lease], None]) -> None:
+    `before` is what was noted of earlier attempts. While `at_risk` says so, the death of this worker would be
+    one more. `recorded` returns once a commit has said that this attempt has begun.
+    """
+
+    def __init__(
+        self,
+        partition: Partition,
+        offset: int,
+        size: int,
+        on_end: Callable[[Lease], None],
+        recorded: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         self.partition = partition
         self.offset = offset
         self.size = size
         self.on_lost: Callable[[], None] | None = None
+        self.maybe_started = partition.maybe_started(offset)
+        self.before = partition.take_mark(offset)
+        self.at_risk: Callable[[], bool] | None = None
+        self._recorded = recorded
         self._on_end: Callable[[Lease], None] | None = on_end
         partition.leases[offset] = self
 
@@ -35,6 +100,16 @@ class Lease:
     def epoch(self) -> int:
         """The group's generation under which the record is ours now."""
         return self.partition.epoch
+
+    async def recorded(self) -> None:
+        if self._recorded is not None:
+            await self._recorded()
+
+    def mark(self, *, clean: bool) -> Mark | None:
+        """What to note of attempts at this record."""
+        if clean or self.at_risk is None or not self.at_risk():
+            return self.before
+        return Mark(1 + (self.before.attempts if self.before else 0), self.epoch)
 
     def finish(self) -> None:
         """The record is answered, durably: its offset may be committed."""
@@ -44,6 +119,8 @@ class Lease:
 
     def abandon(self) -> None:
         """Somebody else answers: the offset stays open."""
+        if self._on_end is not None and self.before is not None:
+            self.partition.keep_mark(self.offset, self.before)
         self._end()
 
     def _end(self) -> None:

@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 
 class OffsetTracker:
     """Delivered and finished offsets of one partition.
 
     Only the contiguous prefix of *delivered* offsets counts, so that gaps left by compaction or by
-    transaction markers do not hold it up.
+    transaction markers do not hold it up. `start` is the committed offset and `finished` what an earlier owner
+    finished above it: these are recognised when they are delivered again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, start: int | None = None, finished: Iterable[int] = ()) -> None:
         self._open: deque[int] = deque()  # delivered and not yet below the prefix, ascending
         self._finished: set[int] = set()  # finished ones among them
+        self._before = deque(sorted(finished))  # finished by an earlier owner, not delivered yet
         self._last = -1
-        self._position: int | None = None
+        self._position = start
 
     def deliver(self, offset: int) -> bool:
-        """Note a delivery; False when this offset, or a later one, was delivered before."""
+        """Note a delivery; False when this offset, or a later one, was delivered before, or is finished."""
         if offset <= self._last:
             return False
         self._last = offset
+        if self._position is None:
+            self._position = offset
+        elif offset < self._position:
+            return False
         self._open.append(offset)
+        while self._before and self._before[0] < offset:
+            self._before.popleft()  # it is not in the log any more
+        if self._before and self._before[0] == offset:
+            self._before.popleft()
+            self.finish(offset)
+            return False
         return True
 
     def finish(self, offset: int) -> None:
@@ -38,7 +51,7 @@ class OffsetTracker:
 
     @property
     def position(self) -> int | None:
-        """The offset to commit: everything delivered below it is finished. None before the first."""
+        """The offset to commit: everything delivered below it is finished. None when nothing is known."""
         return self._position
 
     @property
@@ -58,4 +71,4 @@ class OffsetTracker:
 
     def finished_above(self) -> list[int]:
         """Offsets that are finished although an earlier one is not, ascending."""
-        return sorted(self._finished)
+        return sorted([*self._finished, *self._before])

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from aiokafka import TopicPartition
 from aiokafka.errors import CommitFailedError, KafkaConnectionError, RequestTimedOutError
-from aiokafka.structs import ConsumerRecord
+from aiokafka.structs import ConsumerRecord, OffsetAndMetadata
 
 from plait.service import intake as intake_module
 from plait.service.clock import Clock
+from plait.service.commit_metadata import Mark, Progress, decode
 from plait.service.intake import Intake
 from plait.service.kafka import Unreadable
-from plait.service.leases import Lease
+from plait.service.leases import RESERVE, Lease
 from plait.service.metrics import Metrics
 from plait.service.settings import Settings
 from service_bench import until
@@ -73,11 +74,26 @@ class FakeConsumer:
     def highwater(self, tp: TopicPartition) -> int:
         return len(self.log[tp])
 
+    async def fetch_committed_offsets(self, tps: list[TopicPartition]) -> dict[TopicPartition, Any]:
+        if self.committed_errors:
+            raise self.committed_errors.pop(0)
+        pairs = {tp: c[tp] for c in self.commits for tp in tps if tp in c}
+        return {tp: OffsetAndMetadata(*pair) for tp, pair in pairs.items()}
+
+    async def end_offsets(self, tps: list[TopicPartition]) -> dict[TopicPartition, int]:
+        return {tp: len(self.log[tp]) for tp in tps}
+
     async def commit(self, offsets: dict[TopicPartition, tuple[int, str]]) -> None:
         if self.commit_errors:
             raise self.commit_errors.pop(0)
         assert set(offsets) <= self.assignment()
         self.commits.append(offsets)
+
+    def last_state(self, tp: TopicPartition) -> tuple[int, Progress]:
+        position, text = next(c[tp] for c in reversed(self.commits) if tp in c)
+        progress = decode(position, text)
+        assert progress is not None
+        return position, progress
 
     def last_commit(self, tp: TopicPartition) -> int:
         return next((c[tp][0] for c in reversed(self.commits) if tp in c), 0)
@@ -182,20 +198,94 @@ async def harness() -> AsyncIterator[Any]:
         assert one.task.done() and one.task.exception() is None
 
 
-async def test_commits_the_contiguous_prefix_only(harness: Any) -> None:
+async def test_commits_the_contiguous_prefix_and_what_is_finished_above_it(harness: Any) -> None:
     h = harness()
     await h.intake.assigned.wait()
     h.consumer.produce(P0, 4)
     await until(lambda: len(h.taken) == 4)
     h.finish(2, 1)
-    await h.polls()
-    assert h.consumer.commits == []
+    await until(lambda: h.consumer.last_state(P0)[1].finished == [1, 2])
+    assert h.consumer.last_commit(P0) == 0
     h.finish(0)
-    await until(lambda: h.consumer.commits)
-    assert h.consumer.commits == [{P0: (3, "")}]
+    await until(lambda: h.consumer.last_commit(P0) == 3)
+    assert h.consumer.last_state(P0)[1].finished == []
     h.finish(3)
     await h.intake.close()
-    assert h.consumer.commits[-1] == {P0: (4, "")} and h.consumer.stopped
+    assert h.consumer.last_commit(P0) == 4 and h.consumer.stopped
+
+
+async def test_a_new_owner_does_not_run_what_is_finished(harness: Any) -> None:
+    h = harness()
+    await h.intake.assigned.wait()
+    h.consumer.produce(P0, 6)
+    await until(lambda: len(h.taken) == 6)
+    h.finish(0, 2, 4, 5)
+    await h.consumer.rebalance({P0}, member="m2")
+    await until(lambda: len(h.taken) == 8)
+    assert [record.offset for record, _ in h.taken[6:]] == [1, 3]
+    h.finish(7, 6)
+    await until(lambda: h.consumer.last_commit(P0) == 6)
+
+
+async def test_what_was_committed_by_somebody_else_is_no_reason_to_stop(harness: Any, caplog: Any) -> None:
+    h = harness()
+    await h.intake.assigned.wait()
+    h.consumer.produce(P0, 3)
+    await until(lambda: len(h.taken) == 3)
+    h.consumer.commits.append({P0: (1, "a note of an operator")})
+    await h.consumer.rebalance({P0}, member="m2")
+    await until(lambda: len(h.taken) == 5)
+    assert [record.offset for record, _ in h.taken[3:]] == [1, 2]
+    assert all(lease.maybe_started for _, lease in h.taken[3:]) and "plait understands" in caplog.text
+
+
+async def test_only_what_existed_at_the_takeover_may_have_been_started(harness: Any) -> None:
+    h = harness()
+    await h.intake.assigned.wait()
+    h.consumer.produce(P0, 2)
+    await until(lambda: len(h.taken) == 2)
+    assert not any(lease.maybe_started for _, lease in h.taken)
+    h.consumer.produce(P0, RESERVE)
+    await until(lambda: h.consumer.last_state(P0)[1].reach >= RESERVE)
+    reach = h.consumer.last_state(P0)[1].reach
+    h.consumer.log[P0] += h.consumer.log[P0][:0]
+    before = len(h.taken)
+    await h.consumer.rebalance({P0}, member="m2")
+    h.consumer.produce(P0, 1)
+    await until(lambda: len(h.taken) > before)
+    assert reach > 0 and h.taken[before][1].maybe_started
+
+
+async def test_nothing_is_started_before_a_commit_says_that_it_may_be(harness: Any) -> None:
+    h = harness()
+    await h.intake.assigned.wait()
+    h.consumer.commit_errors = [RequestTimedOutError()] * 3
+    h.consumer.produce(P0, 2)
+    await until(lambda: not h.consumer.commit_errors and len(h.taken) == 2)
+    assert h.consumer.commits[0] == {P0: h.consumer.commits[0][P0]} and h.consumer.commits[0][P0][0] == 0
+    assert h.consumer.last_state(P0)[1].reach == RESERVE
+
+
+async def test_attempts_are_counted_unless_the_worker_leaves_in_order(harness: Any) -> None:
+    h = harness()
+    await h.intake.assigned.wait()
+    h.consumer.produce(P0, 2)
+    await until(lambda: len(h.taken) == 2)
+    h.taken[1][1].at_risk = lambda: True
+    await h.taken[1][1].recorded()
+    assert h.consumer.last_state(P0)[1].marks == {1: Mark(1, 1)}
+    await h.consumer.rebalance({P0})
+    await h.taken[1][1].recorded()
+    held, h.consumer.commit_errors = h.consumer.last_state(P0)[1].marks, [CommitFailedError()]
+    assert held == {1: Mark(1, 2)}
+    await h.consumer.rebalance({P0}, member="m2", generations=5)
+    await until(lambda: len(h.taken) == 4)
+    assert h.taken[2][1].before is None and h.taken[3][1].before == Mark(1, 2)
+    h.taken[3][1].at_risk = lambda: True
+    await h.taken[3][1].recorded()
+    assert h.consumer.last_state(P0)[1].marks == {1: Mark(2, 7)}
+    await h.intake.close()
+    assert h.consumer.last_state(P0)[1].marks == {1: Mark(1, 2)}, "this attempt did not fail"
 
 
 async def test_bounded_in_requests_and_polling_goes_on(harness: Any) -> None:
@@ -303,7 +393,7 @@ async def test_commits_at_revocation(harness: Any) -> None:
     await until(lambda: h.taken)
     h.finish(0)
     await h.consumer.rebalance({P1})
-    assert h.consumer.commits == [{P0: (1, "")}]
+    assert h.consumer.last_commit(P0) == 1
 
 
 @pytest.mark.parametrize("error", [CommitFailedError(), RequestTimedOutError()])
@@ -314,7 +404,7 @@ async def test_a_failed_commit_is_repeated_and_the_loop_goes_on(harness: Any, er
     h.consumer.produce(P0, 1)
     await until(lambda: h.taken)
     h.finish(0)
-    await until(lambda: h.consumer.commits == [{P0: (1, "")}])
+    await until(lambda: h.consumer.last_commit(P0) == 1)
 
 
 async def test_records_of_partitions_that_are_not_ours_are_dropped(harness: Any) -> None:

@@ -29,7 +29,7 @@ def test_position_is_the_contiguous_prefix(start: int, steps: list[int], data: s
             if offset not in finished:
                 break
             prefix.append(offset)
-        assert tracker.position == (prefix[-1] + 1 if prefix else None)
+        assert tracker.position == (prefix[-1] + 1 if prefix else delivered[0])
         assert tracker.finished_above() == sorted(finished - set(prefix))
         assert tracker.unfinished == len(delivered) - len(finished)
     assert tracker.position == offsets[-1] + 1
@@ -55,3 +55,27 @@ def test_finishing_twice_or_out_of_range_changes_nothing() -> None:
     tracker.finish(1)
     assert tracker.position == 2
     assert tracker.finished_above() == []
+
+
+@given(st.integers(0, 1000), gaps, st.data())
+def test_a_new_owner_takes_only_what_is_not_finished(
+    start: int, steps: list[int], data: st.DataObject
+) -> None:
+    offsets = [start]
+    for step in steps:
+        offsets.append(offsets[-1] + step)
+    first, done = OffsetTracker(), data.draw(st.sets(st.sampled_from(offsets)))
+    for offset in offsets:
+        assert first.deliver(offset)
+    for offset in done:
+        first.finish(offset)
+    second = OffsetTracker(first.position, first.finished_above())
+    assert second.finished_above() == first.finished_above()
+    gone = data.draw(st.sets(st.sampled_from(offsets)))  # compacted away meanwhile
+    left = [offset for offset in offsets if offset not in gone]
+    taken = [offset for offset in left if second.deliver(offset)]
+    assert taken == [offset for offset in left if offset not in done]
+    for offset in taken:
+        second.finish(offset)
+    assert second.finished_above() == [o for o in first.finished_above() if not left or o > left[-1]]
+    assert second.position == max([first.position or start, *(o + 1 for o in left)])

@@ -1,0 +1,58 @@
+"""Whether this worker may still take itself for a member of its group.
+
+A broker takes a member's partitions away when it has not heard of it for the session timeout. A worker that was
+frozen, or cut off, cannot know; so it stops publishing when its last successful word to the coordinator is older than
+that, by its own clock, and goes on once the coordinator has answered again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from aiokafka.errors import NoError, RebalanceInProgressError, for_code
+from aiokafka.protocol.group import HeartbeatRequest, SyncGroupRequest
+
+from plait.service.clock import Clock
+
+
+class Membership:
+    """`session_s` after the last word that the coordinator took, `expired` becomes true."""
+
+    def __init__(self, clock: Clock, session_s: float) -> None:
+        self._clock = clock
+        self._session_s = session_s
+        self._until = float("-inf")
+        self._heard = asyncio.Event()
+
+    @property
+    def expired(self) -> bool:
+        return self._clock.monotonic() >= self._until
+
+    async def valid(self) -> None:
+        """Return at once while the membership is fresh, otherwise when it is again."""
+        while self.expired:
+            self._heard.clear()
+            await self._heard.wait()
+
+    def heard(self, sent: float) -> None:
+        """The coordinator took a word of ours that was sent at this monotonic time: it counts from later on."""
+        self._until = max(self._until, sent + self._session_s)
+        self._heard.set()
+
+    def listen(self, coordinator: Any) -> None:
+        """Hear what this consumer's coordinator says to heartbeats and at the end of a rebalance; aiokafka keeps
+        it to itself."""
+        send = coordinator._send_req
+
+        async def send_and_hear(request: Any) -> Any:
+            sent = self._clock.monotonic()
+            response = await send(request)
+            if isinstance(request, HeartbeatRequest | SyncGroupRequest):
+                error = for_code(response.error_code)
+                beats = isinstance(request, HeartbeatRequest) and error is RebalanceInProgressError
+                if error is NoError or beats:
+                    self.heard(sent)
+            return response
+
+        coordinator._send_req = send_and_hear
