@@ -124,6 +124,16 @@ OnOutput = Callable[[Output], None]
 
 
 @dataclass(frozen=True, slots=True)
+class Told:
+    """The text of tokens that were generated before: what is certain, what is held back because it may become a
+    stop string, and whether one is complete."""
+
+    text: str
+    held: str = ""
+    stopped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What a loaded model allows. `max_tokens_total` bounds prompt plus output of one sequence: the smaller
     of the model's length and of the KV pool. Ids at or above `vocab_size` are no tokens."""

@@ -24,6 +24,7 @@ from plait.engine.api import (
     OnOutput,
     RequestRefused,
     Timeline,
+    Told,
     check,
 )
 from plait.engine.config import EngineConfig
@@ -113,6 +114,17 @@ class EngineProcess:
         else:
             self._end(live, "cancelled")
             self._give_next()
+
+    def told(self, request: GenerationRequest) -> Told:
+        """What the outputs said of a request's `output_token_ids` when they were generated."""
+        text = TextStream(self.tokenizer, request.sampling, request.prompt_token_ids)
+        said = "".join([text.push(token) for token in request.output_token_ids])
+        return Told(said, text.held, text.stopped)
+
+    def begun(self, request_id: str) -> bool:
+        """Whether the engine that runs now has begun to compute this request."""
+        live = self.live.get(request_id)
+        return live is not None and live.running
 
     async def _spawn(self) -> asyncio.StreamReader:
         """Start the process and wait until it has loaded the model. Raises EngineFailed."""
@@ -225,7 +237,7 @@ class EngineProcess:
                 self._end(live, "cancelled")
         for live in blamed:
             message = f"the engine process died {live.crashes} times while it ran this request"
-            self._end(live, "error", "internal", message)
+            self._end(live, "error", "poison", message)
 
     def _fail(self, error: Exception) -> None:
         for live in list(self.live.values()):

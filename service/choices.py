@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from plait.engine.api import Finish, GenerationRequest, Output, RequestRefused, Timeline
 from plait.service.answers import Piece, merge
 from plait.service.engine_port import EngineLike
+from plait.service.history import Published
+from plait.service.joint import Joint, Mismatch
 
 # How long the engine may take to end a sequence that was cancelled, before the answer goes out without it.
 CANCEL_GRACE_S = 2.0
@@ -20,16 +23,34 @@ class Choices:
 
     def __init__(self, engine: EngineLike) -> None:
         self.finishes: dict[int, Finish] = {}
+        self.submitted = False
         self._engine = engine
         self._running: dict[int, str] = {}  # engine ids of unfinished sequences, by choice
         self._generated: Counter[int] = Counter()  # tokens so far, by choice
+        self._published: dict[int, Published] = {}
+        self._joints: dict[int, Joint] = {}
         self._news: list[tuple[int, Output]] = []
         self._wake = asyncio.Event()
         self._timers: list[asyncio.TimerHandle] = []
         self._given_up = False
 
+    def resume(self, published: Sequence[Published]) -> None:
+        """Begin after what was published of each choice."""
+        for choice, found in enumerate(published):
+            self._generated[choice] = len(found.token_ids)
+            self._published[choice] = found
+
     def submit(self, sequences: Sequence[GenerationRequest]) -> None:
-        """Raises RequestRefused when the engine takes one of them not; the others are cancelled then."""
+        """Raises RequestRefused when the engine takes one of them not; the others are cancelled then. Raises
+        Mismatch when a choice cannot be resumed."""
+        for choice, sequence in enumerate(sequences):
+            found = self._published.get(choice)
+            if found is not None and (found.token_ids or found.text):
+                sequence.output_token_ids = list(found.token_ids)
+                shorter = replace(sequence, output_token_ids=found.token_ids[:-1])
+                told, before = self._engine.told(sequence), self._engine.told(shorter)
+                self._joints[choice] = Joint(found, told, before, sequence.sampling)
+        self.submitted = True
         for choice, sequence in enumerate(sequences):
             self._running[choice] = sequence.request_id
             try:
@@ -71,6 +92,11 @@ class Choices:
         self._given_up = True
 
     @property
+    def begun(self) -> bool:
+        """Whether the engine computes one of them."""
+        return any(map(self._engine.begun, self._running.values()))
+
+    @property
     def error(self) -> Finish | None:
         return next((f for f in self.finishes.values() if f.reason == "error"), None)
 
@@ -92,6 +118,15 @@ class Choices:
         """Called by the engine, in the event loop."""
         if self._given_up:
             return
+        if (joint := self._joints.get(choice)) is not None:
+            try:
+                joint.take(output)
+            except Mismatch as error:
+                self._joints.clear()
+                timeline = output.finish.timeline if output.finish else Timeline(0.0)
+                output = Output(
+                    output.request_id, finish=Finish("error", timeline, 0, 0, 0, None, str(error))
+                )
         self._news.append((choice, output))
         if output.finish is not None:
             self._running.pop(choice, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Protocol
 
-from plait.engine.api import EngineStats, GenerationRequest, ModelInfo, OnOutput
+from plait.engine.api import EngineStats, GenerationRequest, ModelInfo, OnOutput, Told
 
 
 class TokenizerLike(Protocol):
@@ -52,3 +52,9 @@ class EngineLike(Protocol):
 
     def cancel(self, request_id: str) -> None:
         """The request then ends with Finish(reason="cancelled"); an unknown id is ignored."""
+
+    def told(self, request: GenerationRequest) -> Told:
+        """The text of the request's `output_token_ids`, as the outputs that brought them told it."""
+
+    def begun(self, request_id: str) -> bool:
+        """Whether the engine has begun to compute this request."""

@@ -16,6 +16,7 @@ from plait.service.clock import Clock
 from plait.service.commits import COMMIT_TIMEOUT_S, Commits
 from plait.service.kafka import connection, say, step
 from plait.service.leases import Lease, Partition
+from plait.service.membership import Membership
 from plait.service.metrics import Metrics
 from plait.service.read_ahead import ReadAhead
 from plait.service.settings import LaneSettings, Settings
@@ -45,6 +46,7 @@ class Intake:
         metrics: Metrics,
         clock: Clock,
         on_record: OnRecord,
+        membership: Membership,
         make_consumer: Callable[..., Any] = AIOKafkaConsumer,
         lane: LaneSettings | None = None,
         read_ahead: ReadAhead | None = None,
@@ -58,6 +60,7 @@ class Intake:
         self._metrics = metrics
         self._clock = clock
         self._on_record = on_record
+        self._membership = membership
         self._make_consumer = make_consumer
         self._consumer: Any = None
         self._partitions: dict[TopicPartition, Partition] = {}
@@ -189,6 +192,8 @@ class Intake:
 
     async def revoked(self, revoked: set[TopicPartition]) -> None:
         """Commit; what becomes of the requests in flight is known only with the next assignment."""
+        if not self._member[0]:
+            self._membership.listen(self._consumer._coordinator)
         self.assigned.clear()
         if revoked and self._settings.kafka.commit_on_revoke:
             limit = min(COMMIT_TIMEOUT_S, self._settings.kafka.session_timeout_ms / 3000)

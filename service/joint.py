@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from plait.engine.api import Output, Told
+from plait.engine.api import Output, SamplingParams, Told
 from plait.service.history import Published
 
 
 class Mismatch(Exception):
     """The published text is not that of the published tokens: another tokenizer wrote it."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the published beginning of this answer is not what this worker's tokenizer makes of it"
+        )
 
 
 class Joint:
@@ -18,14 +23,14 @@ class Joint:
     of a sequence it also holds what had been held back. Raises Mismatch when neither is a beginning of the other.
     """
 
-    def __init__(self, published: Published, told: Told, before: Told) -> None:
+    def __init__(self, published: Published, told: Told, before: Told, sampling: SamplingParams) -> None:
         self._published = published.text
         self._before = before
-        self._stopped = told.stopped
-        self._tokens = len(published.token_ids)
+        # Whether the last token may be one that ends a sequence and has no text.
+        self._silent = not told.stopped and bool(published.token_ids)
+        self._silent &= not sampling.include_stop_str_in_output
         self._missing = ""
         self._surplus = ""
-        self._began = False
         if told.text.startswith(published.text):
             self._missing = told.text[len(published.text) :]
         elif published.text.startswith(told.text):
@@ -33,21 +38,18 @@ class Joint:
         elif not published.text.startswith(before.text):
             raise Mismatch
         else:
-            # The last token ended the sequence and has no text: `output` must find that it has ended.
+            # The last token ended the sequence: the first output must say so.
             self._surplus = published.text
 
-    def take(self, output: Output, keeps_stop: bool) -> None:
+    def take(self, output: Output) -> None:
         """Change an output of the engine so that its text follows what was published. Raises Mismatch."""
         finish = output.finish
-        if not self._began and not output.token_ids and finish is not None and finish.reason == "stop":
-            if self._tokens and not self._stopped and not keeps_stop:
-                # The last published token was the one that ends a sequence: it has no text.
-                whole = self._before.text + self._before.held
-                self._missing, self._surplus, output.text = "", "", ""
-                if not whole.startswith(self._published):
-                    raise Mismatch
-                self._missing = whole[len(self._published) :]
-        self._began = True
+        if self._silent and not output.token_ids and finish is not None and finish.reason == "stop":
+            whole = self._before.text + self._before.held
+            if not whole.startswith(self._published):
+                raise Mismatch
+            self._missing, self._surplus, output.text = whole[len(self._published) :], "", ""
+        self._silent = False
         text = output.text
         if self._surplus:
             size = min(len(self._surplus), len(text))

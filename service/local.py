@@ -113,7 +113,7 @@ def make_engine(settings: Settings) -> EngineProcess:
             f"a worker needs the engine ({error}): pip install 'plait[engine]', or name brokers that have "
             "workers with --bootstrap-servers"
         ) from error
-    return EngineProcess(settings.engine.to_config())
+    return EngineProcess(settings.engine.to_config(settings.worker.max_attempts))
 
 
 @asynccontextmanager

@@ -42,9 +42,7 @@ class Lookup:
     """What is asked for while one scan runs goes into the next one: the requests of an assignment come together
     and share it. A scan reads each partition that it needs once, from the oldest request's time stamp to the end."""
 
-    def __init__(
-        self, settings: Settings, make_consumer: Callable[..., Any] = AIOKafkaConsumer
-    ) -> None:
+    def __init__(self, settings: Settings, make_consumer: Callable[..., Any] = AIOKafkaConsumer) -> None:
         self._settings = settings
         self._make_consumer = make_consumer
         self._partition = DefaultPartitioner()
@@ -94,7 +92,7 @@ class Lookup:
             **connection(self._settings.kafka, "lookup"),
             enable_auto_commit=False,
             auto_offset_reset="earliest",
-            isolation_level=self._settings.worker.isolation,
+            isolation_level="read_uncommitted",
             fetch_max_wait_ms=self._settings.kafka.fetch_max_wait_ms,
         )
         await consumer.start()
@@ -168,7 +166,9 @@ class Lookup:
         try:
             event = decode_event(record.value, header_text(record.headers, headers.CONTENT_TYPE))
         except ValueError as error:
-            log.warning("%s@%d is no event, though its key is a request's: %s", record.topic, record.offset, error)
+            log.warning(
+                "%s@%d is no event, though its key is a request's: %s", record.topic, record.offset, error
+            )
             return
         if event.request_id == wanted.request_id:
             wanted.history.add(event)

@@ -60,12 +60,14 @@ TENANT = "plait.tenant"
 EPOCH = "plait.epoch"  # the consumer group's generation
 CHOICE = "plait.choice"  # which of the n sequences a queue, prefill or decode span is about
 PREEMPTIONS = "plait.preemptions"  # over all choices
+RESUMED_TOKENS = "plait.resumed_tokens"  # published by an earlier worker, and continued
 DEAD_LETTER_REASON = "plait.dead_letter.reason"
 
 # Outcomes of a request: the value of OUTCOME, and of the label `outcome` of plait_requests_total.
 OUTCOME_DONE = "done"  # answered in full
 OUTCOME_CANCELLED = "cancelled"  # by the control topic
 OUTCOME_ERROR = "error"  # answered with an error event
+OUTCOME_ACKNOWLEDGED = "acknowledged"  # delivered again, but answered before: only its offset was open
 OUTCOME_DEAD_LETTER = "dead_letter"  # nobody could be answered: in the dead-letter topic
 OUTCOME_REVOKED = "revoked"  # the partition went to another worker, which answers
 OUTCOME_HANDED_OVER = "handed_over"  # left at shutdown for the next worker

@@ -11,8 +11,10 @@ from typing import Any
 
 from aiokafka import AIOKafkaProducer
 from aiokafka.errors import KafkaError
+from aiokafka.protocol.produce import ProduceRequest
 
 from plait.service.kafka import PERMANENT, connection, say
+from plait.service.membership import Membership
 from plait.service.metrics import Metrics
 from plait.service.settings import Settings
 
@@ -24,22 +26,32 @@ IDLE_TOPICS = 1000
 MAX_REQUEST_BYTES = 16 * 1024 * 1024
 
 
+class NotAMember(KafkaError):  # type: ignore[misc]
+    """A batch was held back: the group may have given our partitions away."""
+
+
 class PublishFailed(Exception):
     """A message that this broker will never take; the text says why."""
 
 
 class Publisher:
-    """The worker's producer. It is replaced when a batch of it has failed for good: the broker expects the
-    lost batch's sequence numbers next, and would refuse all later ones (KIP-98)."""
+    """The worker's producer.
+
+    Nothing leaves it while the membership in the group has expired: what is new waits, what it still held fails, and
+    is sent again by those requests that are still ours. It is replaced when a batch of it has failed for good: the
+    broker expects the lost batch's sequence numbers next, and would refuse all later ones (KIP-98).
+    """
 
     def __init__(
         self,
         settings: Settings,
         metrics: Metrics,
+        membership: Membership,
         make_producer: Callable[..., Any] = AIOKafkaProducer,
     ) -> None:
         self._settings = settings
         self._metrics = metrics
+        self._membership = membership
         self._make_producer = make_producer
         self._producer: Any = None
         self._renewing = asyncio.Lock()
@@ -70,6 +82,7 @@ class Publisher:
 
         Returns the producer that took it, and a future of its delivery. Raises KafkaError.
         """
+        await self._membership.valid()
         producer = self._producer
         return producer, await producer.send(topic, value, key=key, headers=headers)
 
@@ -143,7 +156,19 @@ class Publisher:
             await producer.stop()
             raise
         producer.client.add_topic(self._settings.topics.dlq)
+        self._guard(producer.client)
         return producer
+
+    def _guard(self, client: Any) -> None:
+        """Look at the membership once more where batches leave for the broker: they can have waited."""
+        send = client.send
+
+        async def send_if_member(node_id: Any, request: Any, **options: Any) -> Any:
+            if isinstance(request, ProduceRequest) and self._membership.expired:
+                raise NotAMember("no word from the group's coordinator for the session timeout")
+            return await send(node_id, request, **options)
+
+        client.send = send_if_member
 
     async def _close(self, producer: Any) -> None:
         try:

@@ -88,7 +88,7 @@ class TopicSettings(Section):
 
 
 class EngineSettings(Section):
-    """The fields of plait.engine.config.EngineConfig."""
+    """The fields of plait.engine.config.EngineConfig; `max_restarts` follows from worker.max_attempts."""
 
     model: str = "smollm2"
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
@@ -114,13 +114,13 @@ class EngineSettings(Section):
     watermark: float = Field(0.02, ge=0, lt=1)
     high_watermark: float = Field(0.1, ge=0, lt=1)
     stall_seconds: float = Field(120.0, gt=0)
-    max_restarts: int = Field(3, ge=1)
 
-    def to_config(self) -> Any:
-        """The engine's own configuration; imports the engine."""
+    def to_config(self, max_attempts: int) -> Any:
+        """The engine's own configuration; imports the engine. A request that has a part in `max_attempts`
+        crashes of the engine ends with an error."""
         from plait.engine.config import EngineConfig
 
-        return EngineConfig(**self.model_dump())
+        return EngineConfig(**self.model_dump(), max_restarts=max_attempts - 1)
 
 
 class WorkerSettings(Section):
@@ -132,6 +132,8 @@ class WorkerSettings(Section):
     max_event_bytes: int = Field(900_000, ge=20_000)  # of one event, below the broker's message.max.bytes
     commit_interval_s: float = Field(1.0, gt=0)
     drain_seconds: float = Field(25.0, ge=0)
+    # Crashes of the engine, or of workers, that a request may have a part in; then it is a dead letter.
+    max_attempts: int = Field(2, ge=2)
     model_aliases: list[str] = []  # further names under which the served model is asked for
     remember_cancels: int = Field(10_000, ge=0)
     remember_cancels_s: float = Field(600, gt=0)

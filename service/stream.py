@@ -21,8 +21,11 @@ from plait.service.choices import Choices
 from plait.service.clock import Clock
 from plait.service.dead_letters import DeadLetters
 from plait.service.engine_port import EngineLike
+from plait.service.history import History
+from plait.service.joint import Mismatch
 from plait.service.kafka import say
 from plait.service.leases import Lease
+from plait.service.lookup import Lookup
 from plait.service.metrics import Metrics
 from plait.service.publisher import Outbox, Publisher, PublishFailed, take_exception
 from plait.service.report import conclude, describe, measure
@@ -35,7 +38,12 @@ log = logging.getLogger(__name__)
 
 OVERLOADED_RETRY_MS = 1000
 RETRYABLE = (ErrorCode.INTERNAL, ErrorCode.OVERLOADED, ErrorCode.CANCELLED)
+POISON = "poison"  # the engine's word for a request that took it down again and again
 _numbers = itertools.count()
+
+
+class Poisoned(Exception):
+    """A request that took the engine, or the worker, down too often: it is dead-lettered, and answered."""
 
 
 @dataclass
@@ -53,6 +61,8 @@ class Services:
     metrics: Metrics
     tracer: Tracer
     clock: Clock
+    lookup: Lookup
+    trial: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by the one request that is suspected
     streams: dict[str, Stream] = field(default_factory=dict)  # by request id
 
 
@@ -73,10 +83,15 @@ class Stream:
         self._abandoned: str | None = None
         self._outcome: str | None = None  # once the answer, or the dead letter, is durable
         self._index = 0
+        self._resumed_at = 0  # the index of this worker's first event
+        self._least_epoch = 0
+        self._history = History()
+        self._risky = False  # from the first step that could take the worker down until there is a token
+        self._on_trial = False
         self._incoming: Incoming | None = None
         self._answers: Answers | None = None
         self._outbox: Outbox | None = None
-        self._topic_ready: asyncio.Task[None] | None = None
+        self._topic_ready: asyncio.Task[bool] | None = None
         self._published_from: float | None = None
         self._error: tuple[str, str] | None = None  # code and message of an error event
         self.task: asyncio.Task[None] | None = None
@@ -168,11 +183,59 @@ class Stream:
         self._topic_ready = asyncio.create_task(self._open_topic(topic))
         self._topic_ready.add_done_callback(take_exception)
         try:
+            if self._lease.maybe_started and await self._was_answered(topic):
+                return names.OUTCOME_ACKNOWLEDGED
             if incoming.refusal is not None or incoming.request is None:
                 raise incoming.refusal or Refused(ErrorCode.INVALID_REQUEST, "unreadable")
+            await self._begin()
             return await self._generate(incoming.request)
         except Refused as refused:
             return await self._refuse(refused)
+        except Poisoned as poisoned:
+            self._risky = False
+            await services.dead_letters.put(self._record, "poison", str(poisoned))
+            return await self._refuse(Refused(ErrorCode.INTERNAL, str(poisoned)))
+
+    async def _was_answered(self, topic: str) -> bool:
+        """Look up what an earlier worker published; whether that is all."""
+        assert self._incoming is not None and self._topic_ready is not None
+        if await asyncio.shield(self._topic_ready):
+            return False  # the topic was made just now
+        own = self._services.topics.is_per_request(topic)
+        since = None if own else max(0, self._record.timestamp)
+        self._history = history = await self._services.lookup.find(topic, self._incoming.request_id, since)
+        if history.torn:
+            log.warning("%s: events behind a gap at %d", self._incoming.request_id, len(history.events))
+        self._index = self._resumed_at = len(history.events)
+        self._least_epoch = history.epoch + 1
+        return history.finished
+
+    async def _begin(self) -> None:
+        """Note that an attempt begins, where an earlier one may have failed. Raises Poisoned."""
+        lease, services = self._lease, self._services
+        if lease.before is not None and self._history.progressed_since(lease.before.epoch):
+            lease.before = None  # that attempt got further: whatever ended the worker, it was not its start
+        if lease.before is not None:
+            if lease.before.attempts >= services.settings.worker.max_attempts:
+                raise Poisoned(f"{lease.before.attempts} workers died while they ran this request")
+            # One at a time, so that the next crash is the fault of the one that ran.
+            await services.trial.acquire()
+            self._on_trial = True
+        self._risky = True
+        lease.at_risk = self._at_risk
+        if lease.maybe_started:
+            await lease.recorded()
+
+    def _at_risk(self) -> bool:
+        """Whether this request could be what takes the worker down now."""
+        return self._risky and (not self._choices.submitted or self._choices.begun)
+
+    def _passed(self) -> None:
+        """It has a token, or its end: nobody suspects it any more."""
+        self._risky = False
+        if self._on_trial:
+            self._on_trial = False
+            self._services.trial.release()
 
     async def _generate(self, request: Request) -> str:
         """Run the request on the engine and publish what comes. Raises Refused."""
@@ -182,6 +245,12 @@ class Stream:
             if left <= 0:
                 raise self._late(request)
             self._deadline = asyncio.get_running_loop().call_later(left, self._stop, "deadline")
+        published = self._history.choices(request.sampling.n)
+        self._choices.resume(published)
+        resumed = sum(len(found.token_ids) for found in published)
+        self._trace.set({names.RESUMED_TOKENS: resumed or None})
+        # What was begun in pieces goes on so, also when the whole was asked for at the end.
+        streams = request.stream or self._resumed_at > 0
         if self._services.cancels.seen(request.request_id):
             self._end_as = "cancelled"
         if self._end_as is None:
@@ -193,23 +262,28 @@ class Stream:
                 self._submit(sequences)
         held: list[Piece] = []
         while pieces := await self._choices.next():
-            if request.stream:
+            self._passed()
+            if streams:
                 for piece in pieces:
                     await self._publish_tokens(piece)
             else:
                 held += pieces
         if (failed := self._choices.error) is not None:
+            if failed.code == POISON:
+                raise Poisoned(failed.message or "the engine died of this request")
             code = _code(failed.code)
             raise Refused(code, failed.message or "the engine failed", retryable=code in RETRYABLE)
         if self._choices.cut and self._end_as == "deadline":
             raise self._late(request)
         if self._choices.cut and self._end_as is None:
             raise Refused(ErrorCode.CANCELLED, "the engine gave the request up", retryable=True)
-        return await self._finish(request, held, waited_ms)
+        return await self._finish(request, None if streams else held, waited_ms)
 
     def _submit(self, sequences: list[GenerationRequest]) -> None:
         try:
             self._choices.submit(sequences)
+        except Mismatch as error:
+            raise Refused(ErrorCode.INTERNAL, str(error), retryable=True) from error
         except RequestRefused as error:
             code = _code(error.code)
             retry_after_ms = OVERLOADED_RETRY_MS if code is ErrorCode.OVERLOADED else None
@@ -231,7 +305,7 @@ class Stream:
 
     async def _publish_tokens(self, piece: Piece) -> None:
         assert self._answers is not None
-        for value in self._answers.tokens(piece, self._index, self._lease.epoch):
+        for value in self._answers.tokens(piece, self._index, self._epoch):
             await self._put(value, "tokens")
 
     async def _put(self, value: bytes, kind: str) -> None:
@@ -246,7 +320,7 @@ class Stream:
         self._index += 1
         self._services.metrics.events.labels(type=kind).inc()
 
-    async def _finish(self, request: Request, held: list[Piece], waited_ms: float) -> str:
+    async def _finish(self, request: Request, held: list[Piece] | None, waited_ms: float) -> str:
         assert self._answers is not None
         summary = self._summary(request, waited_ms)
         fields: dict[str, Any] = {
@@ -257,12 +331,12 @@ class Stream:
             "slo": summary.slo,
             "metadata": request.metadata,
         }
-        whole = {} if request.stream else whole_answer(held, request.sampling.n)
-        value = self._answers.done(fields | whole, self._index, self._lease.epoch)
+        whole = {} if held is None else whole_answer(held, request.sampling.n)
+        value = self._answers.done(fields | whole, self._index, self._epoch)
         if whole and not self._answers.fits(value):
-            for piece in held:
+            for piece in held or ():
                 await self._publish_tokens(piece)
-            value = self._answers.done(fields, self._index, self._lease.epoch)
+            value = self._answers.done(fields, self._index, self._epoch)
         await self._put(value, "done")
         await self._flush()
         measure(self._services.metrics, summary, self._choices.finishes.values())
@@ -277,7 +351,7 @@ class Stream:
             refused.code,
             str(refused),
             self._index,
-            self._lease.epoch,
+            self._epoch,
             retryable=refused.retryable,
             retry_after_ms=refused.retry_after_ms,
             metadata=request.metadata if request else None,
@@ -293,7 +367,7 @@ class Stream:
             raise Unanswerable("worker_failed", f"{message}: {error}") from error
         # What the producer still holds would come to the topic under the numbers of the apology.
         await self._outbox.give_up()
-        self._index = self._outbox.delivered
+        self._index = self._resumed_at + self._outbox.delivered
         try:
             return await self._refuse(Refused(ErrorCode.INTERNAL, f"{message}: {error}", retryable=True))
         except Exception as second:
@@ -304,15 +378,24 @@ class Stream:
         await self._outbox.flush()
         if self._published_from is not None:
             self._trace.publish_stage(
-                self._outbox.topic, self._published_from, self._clock.monotonic(), self._index
+                self._outbox.topic,
+                self._published_from,
+                self._clock.monotonic(),
+                self._index - self._resumed_at,
             )
 
-    async def _open_topic(self, topic: str) -> None:
-        await self._services.topics.prepare(topic)
+    @property
+    def _epoch(self) -> int:
+        """The group's generation; above what is published, also when the group has forgotten how far it was."""
+        return max(self._lease.epoch, self._least_epoch)
+
+    async def _open_topic(self, topic: str) -> bool:
+        made = await self._services.topics.prepare(topic)
         try:
             await self._services.publisher.warm(topic)
         except KafkaError as error:
             log.warning("metadata of %s: %s", topic, say(error))
+        return made
 
     async def _ensure_topic(self) -> None:
         assert self._incoming is not None
@@ -350,6 +433,7 @@ class Stream:
         if self._deadline is not None:
             self._deadline.cancel()
         self._choices.close()
+        self._passed()
         self._unregister()
         if self._topic_ready is not None:
             self._topic_ready.cancel()

