@@ -38,6 +38,7 @@ class Message:
     key: bytes | None
     value: bytes | None
     headers: list[tuple[str, bytes | None]]
+    timestamp: int = 0  # ms since the epoch
 
     def event(self) -> Event:
         content_type = dict(self.headers)["content-type"]
@@ -171,14 +172,18 @@ class Site:
         admin = AdminClient({"bootstrap.servers": self.bootstrap_servers})
         return set((await asyncio.to_thread(admin.list_topics, timeout=30)).topics)
 
-    async def read(self, topics: Iterable[str], enough: Any, seconds: float = 60) -> list[Message]:
+    async def read(
+        self, topics: Iterable[str], enough: Any, seconds: float = 60, grace: float = 0.5, **consumer: Any
+    ) -> list[Message]:
         """All messages of these topics from their beginning, once `enough(messages)` is true.
 
-        Afterwards it reads a little longer: what comes too often must be seen.
+        Afterwards it reads `grace` seconds longer: what comes too often must be seen.
         """
-        return await asyncio.to_thread(self._read, list(topics), enough, seconds)
+        return await asyncio.to_thread(self._read, list(topics), enough, seconds, grace, consumer)
 
-    def _read(self, topics: list[str], enough: Any, seconds: float) -> list[Message]:
+    def _read(
+        self, topics: list[str], enough: Any, seconds: float, longer: float, options: dict[str, Any]
+    ) -> list[Message]:
         import time
 
         consumer = Consumer(
@@ -188,6 +193,7 @@ class Site:
                 "enable.auto.commit": False,
                 "auto.offset.reset": "earliest",
                 "fetch.wait.max.ms": 50,
+                **options,
             }
         )
         found: list[Message] = []
@@ -214,11 +220,12 @@ class Site:
                                 message.key(),
                                 message.value(),
                                 message.headers() or [],
+                                message.timestamp()[1],
                             )
                         )
                 if grace is None and not missing and enough(found):
-                    grace = time.monotonic() + 0.5
-                if grace is not None and time.monotonic() > grace:
+                    grace = time.monotonic() + longer
+                if grace is not None and time.monotonic() >= grace:
                     return found
         finally:
             consumer.close()
