@@ -214,7 +214,7 @@ class Intake:
             kept = before.pop(partition, None) if unbroken else None
             if kept is not None:
                 kept.epoch = generation
-                kept.waiting.clear()  # it comes again, as all that is not committed
+                self._forget_waiting(kept)  # it comes again, as all that is not committed
             now[partition] = kept or Partition(partition, generation)
         self._set_partitions(now)
         for lost in before.values():
@@ -251,9 +251,13 @@ class Intake:
                 self._start(partition)
         self._balance()
 
+    def _forget_waiting(self, partition: Partition) -> None:
+        while partition.waiting:
+            self._read_ahead.give_back(self.lane.name, _size(partition.waiting.popleft()))
+
     def _lose(self, partition: Partition) -> None:
         self._metrics.lag.clear()  # a lost partition would keep its last value; the others are set again soon
-        partition.waiting.clear()
+        self._forget_waiting(partition)
         for lease in list(partition.leases.values()):
             if lease.on_lost is not None:
                 lease.on_lost()
@@ -263,6 +267,7 @@ class Intake:
         if partition is None or self._draining:
             return
         partition.waiting.append(record)
+        self._read_ahead.take(self.lane.name, _size(record))
         self._start(partition)
 
     def _start(self, partition: Partition) -> None:
@@ -286,11 +291,10 @@ class Intake:
     def _admit(self, partition: Partition, record: Any) -> None:
         if not partition.tracker.deliver(record.offset):
             log.debug("%s[%d]@%d was delivered before", record.topic, record.partition, record.offset)
+            self._read_ahead.give_back(self.lane.name, _size(record))
             return
-        size = len(record.value or b"") + len(record.key or b"")
-        self._read_ahead.take(self.lane.name, size)
         self._observe()
-        lease = Lease(partition, record.offset, size, self._ended, self.commits.recorded)
+        lease = Lease(partition, record.offset, _size(record), self._ended, self.commits.recorded)
         self._on_record(record, lease)
 
     def _ended(self, lease: Lease) -> None:
@@ -375,11 +379,16 @@ class Intake:
         for partition in lost.values():
             self._lose(partition)
         if consumer is not None:
+            self._membership.leave(consumer._coordinator)
             try:
                 async with asyncio.timeout(COMMIT_TIMEOUT_S):
                     await consumer.stop()
             except Exception as error:
                 log.warning("closing the old consumer: %s", say(error))
+
+
+def _size(record: Any) -> int:
+    return len(record.value or b"") + len(record.key or b"")
 
 
 class Rebalances(ConsumerRebalanceListener):  # type: ignore[misc]

@@ -17,17 +17,18 @@ from plait.service.clock import Clock
 
 
 class Membership:
-    """`session_s` after the last word that the coordinator took, `expired` becomes true."""
+    """`session_s` after the last word that a group's coordinator took, `expired` becomes true. A worker of several
+    lanes is in as many groups: one that is overdue is enough, since batches hold the events of all."""
 
     def __init__(self, clock: Clock, session_s: float) -> None:
         self._clock = clock
         self._session_s = session_s
-        self._until = float("-inf")
+        self._until: dict[Any, float] = {}  # by coordinator, once it has let us in
         self._heard = asyncio.Event()
 
     @property
     def expired(self) -> bool:
-        return self._clock.monotonic() >= self._until
+        return not self._until or self._clock.monotonic() >= min(self._until.values())
 
     async def valid(self) -> None:
         """Return at once while the membership is fresh, otherwise when it is again."""
@@ -35,9 +36,14 @@ class Membership:
             self._heard.clear()
             await self._heard.wait()
 
-    def heard(self, sent: float) -> None:
-        """The coordinator took a word of ours that was sent at this monotonic time: it counts from later on."""
-        self._until = max(self._until, sent + self._session_s)
+    def heard(self, coordinator: Any, sent: float) -> None:
+        """It took a word of ours that was sent at this monotonic time: for it, our time began later."""
+        self._until[coordinator] = max(self._until.get(coordinator, sent), sent + self._session_s)
+        self._heard.set()
+
+    def leave(self, coordinator: Any) -> None:
+        """Nothing of that group is ours any more."""
+        self._until.pop(coordinator, None)
         self._heard.set()
 
     def listen(self, coordinator: Any) -> None:
@@ -52,7 +58,7 @@ class Membership:
                 error = for_code(response.error_code)
                 beats = isinstance(request, HeartbeatRequest) and error is RebalanceInProgressError
                 if error is NoError or beats:
-                    self.heard(sent)
+                    self.heard(coordinator, sent)
             return response
 
         coordinator._send_req = send_and_hear

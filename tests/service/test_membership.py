@@ -52,6 +52,17 @@ async def test_asking_to_join_is_not_being_a_member() -> None:
     assert membership.expired
 
 
+async def test_one_group_that_is_overdue_is_enough() -> None:
+    now = [0.0]
+    membership = Membership(Clock(monotonic=lambda: now[0]), 10)
+    membership.heard("a", 0)
+    membership.heard("b", 5)
+    now[0] = 11
+    assert membership.expired
+    membership.leave("a")
+    assert not membership.expired
+
+
 class Client:
     """The network under the producer."""
 
@@ -98,7 +109,7 @@ async def test_a_frozen_worker_publishes_nothing_when_it_thaws(monkeypatch: pyte
     Producer.made.clear()
     now = [0.0]
     membership = Membership(Clock(monotonic=lambda: now[0]), 10)
-    membership.heard(0)
+    membership.heard(None, 0)
     publisher = Publisher(Settings.load(), Metrics(), membership, Producer)
     await publisher.start()
 
@@ -117,7 +128,7 @@ async def test_a_frozen_worker_publishes_nothing_when_it_thaws(monkeypatch: pyte
     await until(lambda: len(Producer.made) == 2)
     await asyncio.sleep(0.01)
     assert len(first.client.sent) == 1 and not Producer.made[1].client.sent and not late.done()
-    membership.heard(30)  # it was no more than a pause: the requests are still ours
+    membership.heard(None, 30)  # it was no more than a pause: the requests are still ours
     await late
     await box.flush()
     assert len(Producer.made[1].client.sent) == 2 and box.delivered == 3
@@ -128,7 +139,7 @@ async def test_requests_that_were_lost_meanwhile_send_nothing(monkeypatch: pytes
     Producer.made.clear()
     now = [0.0]
     membership = Membership(Clock(monotonic=lambda: now[0]), 10)
-    membership.heard(0)
+    membership.heard(None, 0)
     publisher = Publisher(Settings.load(), Metrics(), membership, Producer)
     await publisher.start()
 
@@ -144,6 +155,6 @@ async def test_requests_that_were_lost_meanwhile_send_nothing(monkeypatch: pytes
     late.cancel()
     await asyncio.wait([late])
     box.discard()
-    membership.heard(30)
+    membership.heard(None, 30)
     await asyncio.gather(*Producer.made[0].tasks)
     assert not any(producer.client.sent for producer in Producer.made)
