@@ -19,6 +19,7 @@ from plait.service import commit_metadata
 from plait.service.kafka import say
 from plait.service.leases import Partition
 from plait.service.metrics import Metrics
+from plait.service.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
@@ -34,12 +35,13 @@ class Commits:
     called after each commit.
     """
 
-    def __init__(self, metrics: Metrics, interval_s: float, on_durable: Callable[[], None]) -> None:
+    def __init__(self, metrics: Metrics, settings: WorkerSettings, on_durable: Callable[[], None]) -> None:
         self.consumer: Any = None
         self.partitions: Partitions = {}
         self._metrics = metrics
         self._on_durable = on_durable
-        self._interval_s = interval_s
+        transactional = settings.delivery == "transactional"
+        self._interval_s = settings.transaction_interval_s if transactional else settings.commit_interval_s
         self._limit = commit_metadata.LIMIT
         self._committing = asyncio.Lock()
         self._wanted = asyncio.Event()
@@ -102,7 +104,8 @@ class Commits:
                     continue
                 progress = partition.progress(clean=clean)
                 pair = position, commit_metadata.encode(position, progress, self._limit)
-                if pair != partition.committed:
+                unsettled = partition.channel is not None and partition.channel.dirty
+                if pair != partition.committed or unsettled:
                     offsets[tp] = pair
                     reaches[partition] = progress.reach
             done = await self._send(consumer, offsets, limit_s) if offsets else True
@@ -123,12 +126,22 @@ class Commits:
                 else:
                     self._waiters.append(waiter)
 
+    async def _commit(self, consumer: Any, offsets: dict[TopicPartition, tuple[int, str]]) -> bool:
+        """By the consumer, or by the transactions of the partitions; whether all of it worked."""
+        channels = {tp: self.partitions[tp].channel for tp in offsets if tp in self.partitions}
+        ends = [channel.commit(*offsets[tp]) for tp, channel in channels.items() if channel is not None]
+        if ends:
+            return all(await asyncio.gather(*ends))
+        await consumer.commit(offsets)
+        return True
+
     async def _send(
         self, consumer: Any, offsets: dict[TopicPartition, tuple[int, str]], limit_s: float
     ) -> bool:
         try:
             async with asyncio.timeout(limit_s):
-                await consumer.commit(offsets)
+                if not await self._commit(consumer, offsets):
+                    return False
         except (CommitFailedError, IllegalStateError) as error:
             self._metrics.commits.labels(result="dropped").inc()
             log.info("a commit was dropped, the partitions have moved on: %s", say(error))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 from aiokafka import TopicPartition
@@ -17,7 +18,16 @@ from plait.service.kafka import say
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.1
-Left = tuple[int | None, Progress | None, int]  # committed offset, what was beside it, end of the partition
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """The committed offset and what was beside it, and the first and the next offset of the partition."""
+
+    committed: int | None
+    progress: Progress | None
+    begin: int
+    end: int
 
 
 async def read(consumer: Any, partitions: Collection[TopicPartition]) -> dict[TopicPartition, Left]:
@@ -28,17 +38,18 @@ async def read(consumer: Any, partitions: Collection[TopicPartition]) -> dict[To
     while True:
         try:
             committed = await consumer._coordinator.fetch_committed_offsets(list(partitions))
+            begins = await consumer.beginning_offsets(partitions)
             ends = await consumer.end_offsets(partitions)
             break
         except (KafkaError, OSError) as error:
             log.warning("reading the committed offsets, trying again: %s", say(error))
             await asyncio.sleep(RETRY_S)
-    return {tp: _understand(tp, committed.get(tp), ends[tp]) for tp in partitions}
+    return {tp: _understand(tp, committed.get(tp), begins[tp], ends[tp]) for tp in partitions}
 
 
-def _understand(tp: TopicPartition, committed: Any, end: int) -> Left:
+def _understand(tp: TopicPartition, committed: Any, begin: int, end: int) -> Left:
     if committed is None:
-        return None, None, end
+        return Left(None, None, begin, end)
     progress = commit_metadata.decode(committed.offset, committed.metadata or "")
     if progress is None:
         log.warning(
@@ -46,4 +57,4 @@ def _understand(tp: TopicPartition, committed: Any, end: int) -> Left:
             " response topics",
             *(tp.topic, tp.partition, committed.offset, end),
         )
-    return committed.offset, progress, end
+    return Left(committed.offset, progress, begin, end)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, TopicPartition
@@ -20,6 +21,7 @@ from plait.service.membership import Membership
 from plait.service.metrics import Metrics
 from plait.service.read_ahead import ReadAhead
 from plait.service.settings import LaneSettings, Settings
+from plait.service.transactions import Channel
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +67,9 @@ class Intake:
         self._consumer: Any = None
         self._partitions: dict[TopicPartition, Partition] = {}
         self._member: tuple[str, int] = ("", -1)
-        self.commits = Commits(metrics, settings.worker.commit_interval_s, self._recorded)
+        self.commits = Commits(metrics, settings.worker, self._recorded)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._transactional = settings.worker.delivery == "transactional"
         self._draining = False
         self._closed = False
         self._room = asyncio.Event()  # something was resumed
@@ -179,6 +182,8 @@ class Intake:
         if self._consumer is not None:
             await self.commits.commit(clean=True)
             self._closed = True
+            channels = [p.channel.close() for p in self._partitions.values() if p.channel is not None]
+            await asyncio.gather(*channels)
             await self._consumer.stop()
         self._closed = True
 
@@ -219,7 +224,7 @@ class Intake:
         self._set_partitions(now)
         for lost in before.values():
             self._lose(lost)
-        if new := [partition for partition in now.values() if not partition.is_open]:
+        if new := [p for p in now.values() if not p.is_open and not p.is_opening]:
             self._spawn(self._take_over(new), "plait-take-over")
         self._metrics.rebalances.inc()
         self._metrics.assigned.labels(lane=self.lane.name).set(len(assigned))
@@ -244,12 +249,48 @@ class Intake:
 
     async def _take_over(self, partitions: list[Partition]) -> None:
         """Open partitions, once it is known what their last owners left."""
+        for partition in partitions:
+            partition.is_opening = True
+        if self._transactional:
+            await asyncio.gather(*map(self._fence, partitions))
         left = await handover.read(self._consumer, [partition.topic_partition for partition in partitions])
         for partition in partitions:
             if self._partitions.get(partition.topic_partition) is partition and not partition.is_open:
-                partition.restore(*left[partition.topic_partition])
+                found = left[partition.topic_partition]
+                partition.restore(found.committed, found.progress, found.end)
+                if self._transactional:
+                    # What aiokafka took for committed may have been from before the last owner was fenced.
+                    self._forget_waiting(partition)
+                    offset = found.begin if found.committed is None else found.committed
+                    self._consumer.seek(partition.topic_partition, offset)
                 self._start(partition)
         self._balance()
+
+    async def _fence(self, partition: Partition) -> None:
+        """Open the partition's transactions: from now on its last owner can publish nothing that counts."""
+        tp, group = partition.topic_partition, self._consumer._coordinator.group_id
+        while self._partitions.get(tp) is partition:
+            channel = Channel(self._settings, self._membership, group, tp, partial(self._reclaim, partition))
+            try:
+                await channel.open()
+                partition.channel = channel
+                return
+            except (KafkaError, OSError) as error:
+                log.warning("opening the transactions of %s[%d], trying again: %s", *tp, say(error))
+                await channel.close()
+                await asyncio.sleep(RETRY_BACKOFF_S)
+
+    def _reclaim(self, partition: Partition) -> None:
+        """Its transaction is lost: take the partition over anew, if it is still ours."""
+        tp, channel = partition.topic_partition, partition.channel
+        if self._partitions.get(tp) is not partition or self._closed:
+            return
+        self._lose(partition)
+        fresh = self._partitions[tp] = Partition(tp, partition.epoch)
+        fresh.refused = partition.refused
+        for key, reason in (channel.refused if channel is not None else {}).items():
+            fresh.refused[key] = fresh.refused.get(key, (0, ""))[0] + 1, reason
+        self._spawn(self._take_over([fresh]), "plait-take-over")
 
     def _forget_waiting(self, partition: Partition) -> None:
         while partition.waiting:
@@ -258,6 +299,8 @@ class Intake:
     def _lose(self, partition: Partition) -> None:
         self._metrics.lag.clear()  # a lost partition would keep its last value; the others are set again soon
         self._forget_waiting(partition)
+        if partition.channel is not None:
+            self._spawn(partition.channel.close(), "plait-close-transactions")
         for lease in list(partition.leases.values()):
             if lease.on_lost is not None:
                 lease.on_lost()

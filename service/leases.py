@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiokafka import TopicPartition
 
 from plait.service.commit_metadata import Mark, Progress
 from plait.service.offsets import OffsetTracker
+
+if TYPE_CHECKING:
+    from plait.service.transactions import Channel
 
 # Offsets that a commit reserves beyond what was read: none is started before a commit says that it may have been.
 RESERVE = 1000
@@ -28,7 +31,11 @@ class Partition:
         self.committed: tuple[int, str] | None = None
         self.leases: dict[int, Lease] = {}
         self.waiting: deque[Any] = deque()  # records that may not be started yet
-        self.is_open = False
+        self.is_open = self.is_opening = False
+        self.channel: Channel | None = None  # with transactional delivery
+        self.refused: dict[
+            bytes | None, tuple[int, str]
+        ] = {}  # by request: events refused, how often and why
         self.reach = 0
         self._maybe_started = 0
         self._marks: dict[int, Mark] = {}  # of records that were not delivered yet

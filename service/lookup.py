@@ -92,7 +92,7 @@ class Lookup:
             **connection(self._settings.kafka, "lookup"),
             enable_auto_commit=False,
             auto_offset_reset="earliest",
-            isolation_level="read_uncommitted",
+            isolation_level="read_committed",
             fetch_max_wait_ms=self._settings.kafka.fetch_max_wait_ms,
         )
         await consumer.start()
@@ -145,8 +145,17 @@ class Lookup:
         ends: dict[TopicPartition, int],
     ) -> None:
         left = set(by_partition)
+        ends = dict(ends)
+        known: set[TopicPartition] = set()
+        transactional = self._settings.worker.delivery == "transactional"
         while True:
             for tp in list(left):
+                # Behind a transaction of somebody else there may be events that are committed: wait for its end.
+                if transactional and tp not in known and (end := consumer.highwater(tp)) is not None:
+                    ends[tp] = max(ends[tp], end)
+                    known.add(tp)
+                if transactional and tp not in known:
+                    continue
                 if await consumer.position(tp) >= ends[tp]:
                     left.discard(tp)
                     consumer.pause(tp)

@@ -7,7 +7,7 @@ import logging
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from aiokafka import AIOKafkaProducer
 from aiokafka.errors import KafkaError
@@ -32,6 +32,16 @@ class NotAMember(KafkaError):  # type: ignore[misc]
 
 class PublishFailed(Exception):
     """A message that this broker will never take; the text says why."""
+
+
+class Sends(Protocol):
+    """What an outbox needs of a producer."""
+
+    async def send(
+        self, topic: str, value: bytes | None, key: bytes | None, headers: list[tuple[str, bytes | None]]
+    ) -> tuple[Any, asyncio.Future[Any]]: ...
+
+    async def renew(self, failed: Any) -> None: ...
 
 
 class Publisher:
@@ -203,7 +213,7 @@ class Outbox:
 
     def __init__(
         self,
-        publisher: Publisher,
+        publisher: Sends,
         metrics: Metrics,
         topic: str,
         key: bytes,

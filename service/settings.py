@@ -132,6 +132,9 @@ class WorkerSettings(Section):
     max_event_bytes: int = Field(900_000, ge=20_000)  # of one event, below the broker's message.max.bytes
     commit_interval_s: float = Field(1.0, gt=0)
     drain_seconds: float = Field(25.0, ge=0)
+    # What a reader that knows no epochs sees when workers die: "transactional" costs latency, see docs/delivery.md.
+    delivery: Literal["idempotent", "transactional"] = "idempotent"
+    transaction_interval_s: float = Field(0.1, gt=0)  # events become visible so often
     # Crashes of the engine, or of workers, that a request may have a part in; then it is a dead letter.
     max_attempts: int = Field(2, ge=2)
     model_aliases: list[str] = []  # further names under which the served model is asked for

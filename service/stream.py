@@ -177,7 +177,11 @@ class Stream:
         topic = incoming.topic
         services.publisher.retain(topic)
         self._outbox = Outbox(
-            services.publisher, services.metrics, topic, incoming.request_id.encode(), self._ensure_topic
+            self._lease.partition.channel or services.publisher,
+            services.metrics,
+            topic,
+            incoming.request_id.encode(),
+            self._ensure_topic,
         )
         # While the prompt is tokenized and prefilled; nobody else waits for it.
         self._topic_ready = asyncio.create_task(self._open_topic(topic))
@@ -185,6 +189,7 @@ class Stream:
         try:
             if self._lease.maybe_started and await self._was_answered(topic):
                 return names.OUTCOME_ACKNOWLEDGED
+            self._check_refused(incoming)
             if incoming.refusal is not None or incoming.request is None:
                 raise incoming.refusal or Refused(ErrorCode.INVALID_REQUEST, "unreadable")
             await self._begin()
@@ -195,6 +200,16 @@ class Stream:
             self._risky = False
             await services.dead_letters.put(self._record, "poison", str(poisoned))
             return await self._refuse(Refused(ErrorCode.INTERNAL, str(poisoned)))
+
+    def _check_refused(self, incoming: Incoming) -> None:
+        """With transactions an event that its topic refuses takes the others with it, and all come again: then say
+        so, and if that is refused too, give up. Raises Refused, Unanswerable."""
+        times, reason = self._lease.partition.refused.get(incoming.request_id.encode(), (0, ""))
+        message = f"{incoming.topic} refused an event: {reason}"
+        if times > 1:
+            raise Unanswerable("unpublishable", message)
+        if times:
+            raise Refused(ErrorCode.INTERNAL, message, retryable=True)
 
     async def _was_answered(self, topic: str) -> bool:
         """Look up what an earlier worker published; whether that is all."""

@@ -232,7 +232,7 @@ class Site:
         raise AssertionError(f"after {seconds} s: {len(found)} messages, topics missing: {missing}")
 
     async def answers(
-        self, topics: Iterable[str], count: int, seconds: float = 60
+        self, topics: Iterable[str], count: int, seconds: float = 60, grace: float = 0.5
     ) -> dict[str, list[Message]]:
         """Events by request id, once `count` requests have their terminal event."""
 
@@ -241,9 +241,20 @@ class Site:
             return len(ended) >= count
 
         result: dict[str, list[Message]] = {}
-        for message in await self.read(topics, enough, seconds):
+        for message in await self.read(topics, enough, seconds, grace):
             result.setdefault((message.key or b"").decode(), []).append(message)
         return result
+
+    async def members(self, count: int) -> None:
+        """Wait until the group has so many members, and is at rest."""
+        admin = AdminClient({"bootstrap.servers": self.bootstrap_servers})
+        async with asyncio.timeout(60):
+            while True:
+                (future,) = admin.describe_consumer_groups([self.name]).values()
+                group = await asyncio.to_thread(future.result, 30)
+                if len(group.members) == count and group.state.name == "STABLE":
+                    return
+                await asyncio.sleep(0.1)
 
     async def committed(self) -> dict[int, int]:
         """Committed offsets of the requests topic, by partition."""

@@ -84,6 +84,9 @@ class FakeConsumer:
         pairs = {tp: c[tp] for c in self.commits for tp in tps if tp in c}
         return {tp: OffsetAndMetadata(*pair) for tp, pair in pairs.items()}
 
+    async def beginning_offsets(self, tps: list[TopicPartition]) -> dict[TopicPartition, int]:
+        return dict.fromkeys(tps, 0)
+
     async def end_offsets(self, tps: list[TopicPartition]) -> dict[TopicPartition, int]:
         return {tp: len(self.log[tp]) for tp in tps}
 
