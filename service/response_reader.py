@@ -46,6 +46,7 @@ class ResponseReader:
             group_id=None,
             auto_offset_reset="earliest",
             enable_auto_commit=False,
+            isolation_level="read_committed",
             fetch_max_wait_ms=100,
             **kafka,
         )

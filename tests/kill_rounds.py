@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from worker_process import Reading, WorkerProcess, expected, requests
 LENGTH = 60
 PACE = 0.05
 STREAMS = 50
+SESSION_MS = 1000
 
 
 @dataclass
@@ -32,16 +34,28 @@ class Outcome:
     takeover_s: list[float] = field(default_factory=list)
 
 
-async def run(bootstrap_servers: str, folder: Path, rounds: int, seconds: float = 1e9) -> Outcome:
+async def run(
+    bootstrap_servers: str,
+    folder: Path,
+    rounds: int,
+    seconds: float = 1e9,
+    delivery: str = "idempotent",
+    say: Callable[[str], None] = lambda _: None,
+) -> Outcome:
     """Up to `rounds` rounds, as many as begin within `seconds`: in each, the worker that has the partitions is
     killed while its streams are in their middle, and one that was started beside it goes on."""
-    kafka = {"session_timeout_ms": 1000, "heartbeat_interval_ms": 200}
-    site = Site(bootstrap_servers, kafka=kafka, worker={"commit_interval_s": 0.2})
+    kafka = {"session_timeout_ms": SESSION_MS, "heartbeat_interval_ms": SESSION_MS // 5}
+    site = Site(bootstrap_servers, kafka=kafka, worker={"commit_interval_s": 0.2, "delivery": delivery})
     result, until = Outcome(), time.monotonic() + seconds
     worker = await WorkerProcess(site, folder, PACE).start()
     try:
         while result.rounds < rounds and time.monotonic() < until:
             worker = await _round(site, folder, worker, result)
+            say(
+                f"round {result.rounds}: {result.midstream} of {result.requests} streams were in their middle; tokens"
+                f" missing {result.missing}, duplicated {result.duplicated}; unanswered {result.unanswered},"
+                f" other text {result.different}; repeated in the topics {result.repeated}"
+            )
     finally:
         await worker.kill()
     return result

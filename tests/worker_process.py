@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from pathlib import Path
@@ -71,6 +72,12 @@ class WorkerProcess:
         self._signal(signal.SIGTERM)
         code = await self._wait()
         assert code == 0, self.log.read_text()[-3000:]
+
+    def cpu_s(self) -> float:
+        """Processor time so far (Linux)."""
+        assert self._process is not None
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def freeze(self) -> None:
         self._signal(signal.SIGSTOP)
