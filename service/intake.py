@@ -224,6 +224,7 @@ class Intake:
         self._set_partitions(now)
         for lost in before.values():
             self._lose(lost)
+        self._membership.settled(coordinator)
         if new := [p for p in now.values() if not p.is_open and not p.is_opening]:
             self._spawn(self._take_over(new), "plait-take-over")
         self._metrics.rebalances.inc()

@@ -10,7 +10,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from aiokafka.errors import NoError, RebalanceInProgressError, for_code
+from aiokafka.errors import (
+    IllegalGenerationError,
+    NoError,
+    RebalanceInProgressError,
+    UnknownMemberIdError,
+    for_code,
+)
 from aiokafka.protocol.group import HeartbeatRequest, SyncGroupRequest
 
 from plait.service.clock import Clock
@@ -24,6 +30,7 @@ class Membership:
         self._clock = clock
         self._session_s = session_s
         self._until: dict[Any, float] = {}  # by coordinator, once it has let us in
+        self._synced: dict[Any, float] = {}
         self._heard = asyncio.Event()
 
     @property
@@ -41,24 +48,32 @@ class Membership:
         self._until[coordinator] = max(self._until.get(coordinator, sent), sent + self._session_s)
         self._heard.set()
 
+    def settled(self, coordinator: Any) -> None:
+        """A rebalance is over, and what we lost by it has been dropped. Before that the coordinator's word at its
+        end does not count: it may have let us in anew, without what we had."""
+        self.heard(coordinator, self._synced.pop(coordinator, self._clock.monotonic()))
+
     def leave(self, coordinator: Any) -> None:
         """Nothing of that group is ours any more."""
         self._until.pop(coordinator, None)
         self._heard.set()
 
     def listen(self, coordinator: Any) -> None:
-        """Hear what this consumer's coordinator says to heartbeats and at the end of a rebalance; aiokafka keeps
-        it to itself."""
+        """Hear what this consumer's coordinator says to heartbeats, and when the end of a rebalance is asked for;
+        aiokafka keeps it to itself."""
         send = coordinator._send_req
 
         async def send_and_hear(request: Any) -> Any:
             sent = self._clock.monotonic()
             response = await send(request)
-            if isinstance(request, HeartbeatRequest | SyncGroupRequest):
+            if isinstance(request, SyncGroupRequest):
+                self._synced[coordinator] = sent
+            elif isinstance(request, HeartbeatRequest):
                 error = for_code(response.error_code)
-                beats = isinstance(request, HeartbeatRequest) and error is RebalanceInProgressError
-                if error is NoError or beats:
+                if error in (NoError, RebalanceInProgressError):
                     self.heard(coordinator, sent)
+                elif error in (UnknownMemberIdError, IllegalGenerationError):
+                    self._until[coordinator] = float("-inf")
             return response
 
         coordinator._send_req = send_and_hear

@@ -258,15 +258,20 @@ class Site:
 
     async def committed(self) -> dict[int, int]:
         """Committed offsets of the requests topic, by partition."""
+        return {partition: offset for partition, (offset, _) in (await self.committed_metadata()).items()}
 
-        def ask() -> dict[int, int]:
+    async def committed_metadata(self) -> dict[int, tuple[int, str]]:
+        """Committed offsets of the requests topic, and what is beside them, by partition."""
+
+        def ask() -> dict[int, tuple[int, str]]:
             consumer = Consumer({"bootstrap.servers": self.bootstrap_servers, "group.id": self.name})
             try:
                 partitions = (
                     consumer.list_topics(self.topics.requests, 30).topics[self.topics.requests].partitions
                 )
                 asked = [TopicPartition(self.topics.requests, p) for p in partitions]
-                return {tp.partition: tp.offset for tp in consumer.committed(asked, 30) if tp.offset >= 0}
+                found = consumer.committed(asked, 30)
+                return {tp.partition: (tp.offset, tp.metadata or "") for tp in found if tp.offset >= 0}
             finally:
                 consumer.close()
 

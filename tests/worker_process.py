@@ -18,15 +18,23 @@ from worker_harness import Message, Site, request
 
 TESTS = Path(__file__).parent
 PROGRAM = """
-import asyncio, logging, signal, sys
+import asyncio, logging, os, signal, sys
 sys.path.insert(0, sys.argv[1])
-from fakes import FakeEngine
+from fakes import FakeEngine, FakeTokenizer
 from plait.service.settings import Settings
 from plait.service.worker import Worker
 
+BOMB = FakeTokenizer().encode("bomb")[0]
+
+class Engine(FakeEngine):
+    def submit(self, request, on_output):
+        if BOMB in request.prompt_token_ids:
+            os._exit(9)  # takes the whole worker with it
+        super().submit(request, on_output)
+
 async def main():
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
-    worker = Worker(Settings.load(sys.argv[2]), FakeEngine(pace=float(sys.argv[3])))
+    worker = Worker(Settings.load(sys.argv[2]), Engine(pace=float(sys.argv[3])))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.stop)
     ready = asyncio.create_task(worker.ready.wait())
     ready.add_done_callback(lambda _: print("ready", flush=True))
@@ -66,6 +74,16 @@ class WorkerProcess:
     async def kill(self) -> None:
         self._signal(signal.SIGKILL)
         await self._wait()
+
+    async def died(self, seconds: float) -> bool:
+        """Whether it ends by itself within this time."""
+        assert self._process is not None
+        try:
+            async with asyncio.timeout(seconds):
+                await self._process.wait()
+        except TimeoutError:
+            return False
+        return True
 
     async def stop(self) -> None:
         """In order, as a deployment does."""

@@ -258,6 +258,19 @@ async def test_refusals(engine: EngineProcess) -> None:
     assert run.done.result().reason == "length" and not engine.live
 
 
+async def test_a_resumed_sequence_tells_what_was_not_told(engine: EngineProcess) -> None:
+    whole = [Run(engine, r) for r in requests("told")]
+    await finished(*whole)
+    for run in whole:
+        request, (ids, text, reason) = run.request, run.seen
+        cut = len(ids) // 2
+        before = engine.told(replace(request, output_token_ids=ids[:cut]))
+        again = Run(engine, replace(request, request_id=f"{request.request_id}+", output_token_ids=ids[:cut]))
+        await finished(again)
+        assert (ids[:cut] + again.seen[0], before.text + again.seen[1], again.seen[2]) == (ids, text, reason)
+        assert not engine.begun(request.request_id)
+
+
 async def test_a_receiver_that_fails_harms_nobody(engine: EngineProcess) -> None:
     def broken(output: Output) -> None:
         raise ZeroDivisionError
@@ -395,7 +408,7 @@ async def test_a_request_that_kills_the_engine_takes_no_other_with_it(
     )
     runs = [Run(engine, r) for r in good]
     finishes = await finished(poison, *runs)
-    assert (finishes[0].reason, finishes[0].code) == ("error", "internal")
+    assert (finishes[0].reason, finishes[0].code) == ("error", "poison")
     assert "died 2 times" in finishes[0].message and engine.restarts == 2
     assert {run.request.request_id: run.tokens for run in runs} == clean
     await engine.stop()

@@ -8,8 +8,8 @@ import pytest
 import kill_rounds
 from kafka_broker import KafkaBroker
 from kill_rounds import LENGTH
-from plait.schemas import decode_request
-from worker_harness import Site
+from plait.schemas import ErrorEvent, decode_request
+from worker_harness import Site, request
 from worker_process import Reading, WorkerProcess, expected, requests
 
 pytestmark = pytest.mark.kafka
@@ -97,3 +97,35 @@ async def test_a_rolling_restart_under_load(kafka: KafkaBroker, tmp_path: Path) 
     starts = {decode_request(m.value, None)[0].request_id: m.timestamp for m in asked}
     assert max(firsts[name] - starts[name] for name in names) < (drain + rebalance) * 1000
     assert await site.read([site.topics.dlq], lambda found: True, grace=0) == []
+
+
+async def test_a_request_that_takes_workers_down(kafka: KafkaBroker, tmp_path: Path) -> None:
+    fast = {"session_timeout_ms": 1000, "heartbeat_interval_ms": 200}
+    site = Site(kafka.bootstrap_servers, partitions=1, kafka=fast, worker={"commit_interval_s": 0.2})
+    topic, names = f"{site.name}.answers", [f"n{i}" for i in range(6)]
+    await site.create(topic, 1)
+    bomb = request("bomb", prompt="a bomb", response_topic=topic)
+    good = requests(site, names, LENGTH, topic)
+    worker = await WorkerProcess(site, tmp_path, pace=0.02).start()
+    await site.produce([*good[:3], bomb, *good[3:]])
+    crashes = 0
+    while True:
+        ended = asyncio.create_task(site.answers([topic], len(names) + 1))
+        died = asyncio.create_task(worker.died(60))
+        await asyncio.wait([ended, died], return_when=asyncio.FIRST_COMPLETED)
+        if ended.done():
+            break
+        crashes += 1
+        assert crashes <= 3, "found after two attempts, and the first one can go uncounted"
+        worker = await WorkerProcess(site, tmp_path, pace=0.02).start()
+    answers = await ended
+    await worker.stop()
+    await died
+    assert crashes >= 2
+    (error,) = [message.event() for message in answers.pop("bomb")]
+    assert isinstance(error, ErrorEvent) and not error.retryable and "workers died" in error.message
+    (letter,) = await site.read([site.topics.dlq], lambda found: found)
+    assert letter.value == bomb[0] and b"2 workers died" in (dict(letter.headers)["plait-dlq-reason"] or b"")
+    for name in names:
+        reading = Reading(answers[name])
+        assert reading.tokens == expected(name, LENGTH) and [e.type for e in reading.ends] == ["done"]

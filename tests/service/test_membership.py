@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from aiokafka.errors import KafkaError
-from aiokafka.protocol.group import HeartbeatRequest, JoinGroupRequest
+from aiokafka.protocol.group import HeartbeatRequest, JoinGroupRequest, SyncGroupRequest
 from aiokafka.protocol.produce import ProduceRequest
 
 from plait.service import publisher as publisher_module
@@ -42,6 +42,30 @@ async def test_a_heartbeat_counts_from_when_it_was_sent(error: int, counts: bool
     assert membership.expired is not counts
     now[0] = 10.0
     assert membership.expired
+
+
+async def test_thrown_out_is_at_once() -> None:
+    now = [0.0]
+    membership, coordinator = Membership(Clock(monotonic=lambda: now[0]), 10), Coordinator(now)
+    membership.listen(coordinator)
+    membership.settled(coordinator)
+    assert not membership.expired
+    coordinator.errors = [25]
+    await coordinator._send_req(HeartbeatRequest("g", 1, "m"))
+    assert membership.expired
+
+
+async def test_a_new_member_is_none_before_it_has_dropped_what_it_lost() -> None:
+    now = [0.0]
+    membership, coordinator = Membership(Clock(monotonic=lambda: now[0]), 10), Coordinator(now)
+    membership.listen(coordinator)
+    await coordinator._send_req(SyncGroupRequest("g", 1, "m", None, []))
+    assert membership.expired
+    now[0] = 9.9
+    membership.settled(coordinator)
+    assert not membership.expired
+    now[0] = 10.0
+    assert membership.expired, "it counts from when the end of the rebalance was asked for"
 
 
 async def test_asking_to_join_is_not_being_a_member() -> None:
