@@ -9,6 +9,8 @@ unsigned LEB128 numbers:
 generation that committed. A mark is an unfinished record that was being started: `gap` offsets after the one before
 (the first counts from the committed offset), in its `attempts`th attempt, begun `age` generations before `epoch`. A
 run is `length` finished offsets that begin `gap` after the end of the run before. docs/delivery.md says it too.
+
+The text ends with a NUL: confluent-kafka's Python client takes metadata for a C string, and reads on without one.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from dataclasses import dataclass, field
 
 LIMIT = 4096  # bytes: Kafka's default for offset.metadata.max.bytes
 PREFIX = "p1."
+END = "\0"
 LARGEST = 1 << 20  # of a payload, unpacked
 MOST = 1_000_000  # finished offsets
 
@@ -61,7 +64,7 @@ def decode(position: int, text: str) -> Progress | None:
     it."""
     if not text.startswith(PREFIX):
         return None
-    packed = text[len(PREFIX) :]
+    packed = text[len(PREFIX) :].removesuffix(END)
     try:
         unpack = zlib.decompressobj()
         payload = unpack.decompress(base64.b64decode(packed + "=" * (-len(packed) % 4), b"-_", True), LARGEST)
@@ -119,7 +122,7 @@ def _text(
             payload.append(value & 0x7F | 0x80)
             value >>= 7
         payload.append(value)
-    return PREFIX + base64.urlsafe_b64encode(zlib.compress(bytes(payload), 9)).decode().rstrip("=")
+    return PREFIX + base64.urlsafe_b64encode(zlib.compress(bytes(payload), 9)).decode().rstrip("=") + END
 
 
 def _longest(count: int, limit: int, make: Callable[[int], str]) -> str:

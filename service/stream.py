@@ -16,6 +16,7 @@ from plait.schemas import ErrorCode, FinishReason, Request, headers
 from plait.service import names
 from plait.service.admission import Admission, Incoming, Refused, Unanswerable
 from plait.service.answers import Answers, Piece, Summary, summarize, whole_answer
+from plait.service.attempt import Attempt, Poisoned
 from plait.service.cancels import Cancels
 from plait.service.choices import Choices
 from plait.service.clock import Clock
@@ -40,10 +41,6 @@ OVERLOADED_RETRY_MS = 1000
 RETRYABLE = (ErrorCode.INTERNAL, ErrorCode.OVERLOADED, ErrorCode.CANCELLED)
 POISON = "poison"  # the engine's word for a request that took it down again and again
 _numbers = itertools.count()
-
-
-class Poisoned(Exception):
-    """A request that took the engine, or the worker, down too often: it is dead-lettered, and answered."""
 
 
 @dataclass
@@ -86,8 +83,7 @@ class Stream:
         self._resumed_at = 0  # the index of this worker's first event
         self._least_epoch = 0
         self._history = History()
-        self._risky = False  # from the first step that could take the worker down until there is a token
-        self._on_trial = False
+        self._attempt = Attempt(lease, self._choices, services.trial, services.settings.worker.max_attempts)
         self._incoming: Incoming | None = None
         self._answers: Answers | None = None
         self._outbox: Outbox | None = None
@@ -192,12 +188,11 @@ class Stream:
             self._check_refused(incoming)
             if incoming.refusal is not None or incoming.request is None:
                 raise incoming.refusal or Refused(ErrorCode.INVALID_REQUEST, "unreadable")
-            await self._begin()
+            await self._attempt.begin(self._history)
             return await self._generate(incoming.request)
         except Refused as refused:
             return await self._refuse(refused)
         except Poisoned as poisoned:
-            self._risky = False
             await services.dead_letters.put(self._record, "poison", str(poisoned))
             return await self._refuse(Refused(ErrorCode.INTERNAL, str(poisoned)))
 
@@ -225,33 +220,6 @@ class Stream:
         self._least_epoch = history.epoch + 1
         return history.finished
 
-    async def _begin(self) -> None:
-        """Note that an attempt begins, where an earlier one may have failed. Raises Poisoned."""
-        lease, services = self._lease, self._services
-        if lease.before is not None and self._history.progressed_since(lease.before.epoch):
-            lease.before = None  # that attempt got further: whatever ended the worker, it was not its start
-        if lease.before is not None:
-            if lease.before.attempts >= services.settings.worker.max_attempts:
-                raise Poisoned(f"{lease.before.attempts} workers died while they ran this request")
-            # One at a time, so that the next crash is the fault of the one that ran.
-            await services.trial.acquire()
-            self._on_trial = True
-        self._risky = True
-        lease.at_risk = self._at_risk
-        if lease.maybe_started:
-            await lease.recorded()
-
-    def _at_risk(self) -> bool:
-        """Whether this request could be what takes the worker down now."""
-        return self._risky and (not self._choices.submitted or self._choices.begun)
-
-    def _passed(self) -> None:
-        """It has a token, or its end: nobody suspects it any more."""
-        self._risky = False
-        if self._on_trial:
-            self._on_trial = False
-            self._services.trial.release()
-
     async def _generate(self, request: Request) -> str:
         """Run the request on the engine and publish what comes. Raises Refused."""
         waited_ms = self._waited_ms(request)
@@ -277,7 +245,7 @@ class Stream:
                 self._submit(sequences)
         held: list[Piece] = []
         while pieces := await self._choices.next():
-            self._passed()
+            self._attempt.passed()
             if streams:
                 for piece in pieces:
                     await self._publish_tokens(piece)
@@ -448,7 +416,7 @@ class Stream:
         if self._deadline is not None:
             self._deadline.cancel()
         self._choices.close()
-        self._passed()
+        self._attempt.passed()
         self._unregister()
         if self._topic_ready is not None:
             self._topic_ready.cancel()

@@ -111,7 +111,7 @@ async def test_a_worker_that_left_in_the_middle_leaves_all_that_is_needed(site: 
         await until(lambda: len(slow._sequences) == 6)
     metadata = await site.committed_metadata()
     states = [decode(offset, text) for offset, text in metadata.values()]
-    assert all(state is not None and not state.marks for state in states)
+    assert all(state is not None and not state.marks for state in states), (metadata, states)
     assert any(state.finished for state in states if state)
     quick = FakeEngine(pace=0.002)
     async with site.worker(quick):

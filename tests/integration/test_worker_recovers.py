@@ -1,6 +1,7 @@
 """Workers that come and go, and a broker that restarts: every request is answered, in order."""
 
 import asyncio
+import os
 import signal
 import sys
 from pathlib import Path
@@ -139,8 +140,9 @@ async def test_a_worker_whose_membership_was_lost(kafka: KafkaBroker) -> None:
     assert sum((await site.committed()).values()) == 15
 
 
-async def test_an_event_that_the_broker_refuses(kafka: KafkaBroker) -> None:
-    site = Site(kafka.bootstrap_servers, partitions=1)
+@pytest.mark.parametrize("delivery", ["idempotent", "transactional"])
+async def test_an_event_that_the_broker_refuses(kafka: KafkaBroker, delivery: str) -> None:
+    site = Site(kafka.bootstrap_servers, partitions=1, worker={"delivery": delivery})
     small = f"{site.name}.small"
     await site.create(small, 1, **{"max.message.bytes": "1200"})
     engine = FakeEngine(pace=0.01, text_per_token="y" * 2000)
@@ -174,7 +176,8 @@ async def test_a_response_topic_that_is_deleted_meanwhile(kafka: KafkaBroker) ->
 
 @pytest.mark.parametrize("how", ["stop", "kill"])
 async def test_a_broker_that_restarts(own_kafka: KafkaBroker, how: str) -> None:
-    site = Site(own_kafka.bootstrap_servers)
+    delivery = os.environ.get("TRY_DELIVERY", "idempotent")
+    site = Site(own_kafka.bootstrap_servers, worker={"delivery": delivery})
     engine = FakeEngine(pace=0.05)
     async with site.worker(engine) as worker:
         await site.produce(requests(site, 20))
