@@ -1,7 +1,6 @@
 """Workers that come and go, and a broker that restarts: every request is answered, in order."""
 
 import asyncio
-import os
 import signal
 import sys
 from pathlib import Path
@@ -176,8 +175,7 @@ async def test_a_response_topic_that_is_deleted_meanwhile(kafka: KafkaBroker) ->
 
 @pytest.mark.parametrize("how", ["stop", "kill"])
 async def test_a_broker_that_restarts(own_kafka: KafkaBroker, how: str) -> None:
-    delivery = os.environ.get("TRY_DELIVERY", "idempotent")
-    site = Site(own_kafka.bootstrap_servers, worker={"delivery": delivery})
+    site = Site(own_kafka.bootstrap_servers)
     engine = FakeEngine(pace=0.05)
     async with site.worker(engine) as worker:
         await site.produce(requests(site, 20))
