@@ -92,6 +92,7 @@ def parts_for(backend: str):
     return reference
 
 
+@torch.no_grad()
 def fuse(model: nn.Module) -> bool:
     """Change a model in place, if its layers are known; its original weights are freed layer by layer."""
     base = model.base_model
