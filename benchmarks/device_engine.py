@@ -2,8 +2,9 @@
 
 Run from the repository's root; needs torch, triton and transformers. `python benchmarks/device_engine.py` takes about
 two minutes and writes device_engine.json to the folder OUT, or to benchmarks/results. `--tiny` measures a small model
-(a dry run; with `--device cpu` it needs no GPU, and captures nothing); `--profile` prints the kernels that decodes
-spend their time in. Exit code 1 when an output differs.
+(a dry run; with `--device cpu` it needs no GPU, and captures nothing); `--part` runs one of the two; `--unfused` leaves
+transformers' own layers; `--profile` prints the kernels that decodes spend their time in. Exit code 1 when an output
+differs.
 
 `share` is that of the time in which the bytes of an iteration (weights but for the embedding, and the cache) are read
 at the rate of one large sum.
@@ -19,7 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -39,6 +40,7 @@ from plait.engine.fused import FusedLayers  # noqa: E402
 from tiny_families import families  # noqa: E402
 from tiny_models import tiny  # noqa: E402
 
+TOKENS = 16
 CHECKED = ("llama", "llama-scaled-rope", "qwen2", "qwen3", "gemma2", "gpt-oss", "mistral")
 LLAMA_8B = {
     "vocab_size": 128_256,
@@ -62,22 +64,29 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--part", choices=("equality", "speed"))
+    parser.add_argument("--unfused", action="store_true")
     arguments = parser.parse_args()
     logging.basicConfig(format="%(name)s: %(message)s")
     logging.getLogger("plait").setLevel(logging.INFO)
     torch.backends.cuda.matmul.allow_tf32 = False
-    report: dict[str, Any] = {"torch": torch.__version__, "equality": equality(arguments.device)}
-    save(report, arguments.device)
-    report |= speed(arguments.device, arguments.tiny, arguments.profile)
-    save(report, arguments.device)
-    return 0 if all(row["equal"] for row in report["equality"]) else 1
+    with unfused() if arguments.unfused else nullcontext():
+        rows = [] if arguments.part == "speed" else equality(arguments.device)
+        if rows:
+            save({"torch": torch.__version__, "equality": rows}, arguments.device)
+        if arguments.part != "equality":
+            save(speed(arguments.device, arguments.tiny, arguments.profile), arguments.device)
+    return 0 if all(row["equal"] for row in rows) else 1
 
 
 def save(report: dict[str, Any], device: str) -> None:
+    """Into the file, beside what other parts wrote there."""
     if device != "cpu" or "OUT" in os.environ:
         out = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results")
         out.mkdir(parents=True, exist_ok=True)
-        (out / "device_engine.json").write_text(json.dumps(report, indent=1))
+        file = out / "device_engine.json"
+        kept = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps(kept | report, indent=1))
 
 
 def equality(device: str) -> list[dict[str, Any]]:
@@ -112,7 +121,7 @@ def differs(
         tiny(config, attn="plait").to(device),
     )
     engine.warm_up()
-    sampling = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
     got = engine.generate(GenerationRequest(str(i), p, sampling) for i, p in enumerate(prompts))
     wrong = [i for i, tokens in enumerate(wanted) if got[str(i)] != tokens]
     return {
@@ -137,7 +146,7 @@ def expected(model: Any, prompt: list[int], device: str) -> list[int]:
     """Greedy, without a cache: no cache implementation can be to blame."""
     ids = list(prompt)
     with torch.inference_mode():
-        for _ in range(24):
+        for _ in range(TOKENS):
             logits = model(torch.tensor([ids], device=device), use_cache=False).logits[0, -1]
             ids.append(int(logits.argmax()))
     return ids[len(prompt) :]

@@ -2,8 +2,8 @@
 
 Run from the repository's root; needs torch and triton. `python benchmarks/device_kernels.py` takes two to
 three minutes, prints tables and writes device_kernels.json to the folder OUT, or to benchmarks/results.
-`--interpret` runs the checks alone, small, on the CPU; `--only TEXT` checks (in bf16) and measures what has TEXT in its
-name, and writes nothing. Exit code 1 when a check fails.
+`--interpret` runs the checks alone, small, on the CPU; `--only PATTERN` checks (in bf16) and measures what has the
+regular expression in its name, and writes nothing. Exit code 1 when a check fails.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main() -> int:
         "--interpret", action="store_true", help="small checks in Triton's interpreter, no GPU"
     )
     parser.add_argument("--checks-only", action="store_true", help="no measurements")
-    parser.add_argument("--only", default="", help="what has this in its name")
+    parser.add_argument("--only", default="", help="what has this regular expression in its name")
     arguments = parser.parse_args()
     if arguments.interpret:
         os.environ["TRITON_INTERPRET"] = "1"

@@ -6,6 +6,7 @@ Keys and values of small cases stay in the device's cache between the calls.
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass
 
@@ -52,15 +53,15 @@ PREFILLS = {
 
 
 def measure(only: str = "") -> dict:
-    """All cases, or those with a text in their names."""
+    """All cases, or those with a regular expression in their names."""
     limits = _limits()
     print(
         f"limits: {limits['read_gb_s']:.0f} GB/s read, {limits['bf16_tflop_s']:.0f} TFLOP/s bf16", flush=True
     )
     return {
         "limits": limits,
-        "decode": [_decode(name, limits, *row) for name, row in DECODES.items() if only in name],
-        "prefill": [_prefill(name, limits, *row) for name, row in PREFILLS.items() if only in name],
+        "decode": [_decode(name, limits, *row) for name, row in DECODES.items() if re.search(only, name)],
+        "prefill": [_prefill(name, limits, *row) for name, row in PREFILLS.items() if re.search(only, name)],
         "cache": [] if only else _cache(limits),
         "host_us_per_call": _host_time(),
     }
