@@ -75,7 +75,7 @@ static void forward(const Decoder& m, const Iteration& it, float* hidden, const 
         memory.resize(rows * (wide + qkv_width + q_width + m.inner));
     T *normed = memory.data(), *qkv = normed + rows * wide, *attended = qkv + rows * qkv_width;
     T* inner = attended + rows * q_width;
-    const std::vector<Tile>& tiles = tiles_of(it);
+    const std::vector<Tile>& tiles = tiles_of(it, m.threads);
     Team team;
 #pragma omp parallel num_threads(m.threads)
     for (int64_t l = 0; l < m.count; l++) {
@@ -107,9 +107,7 @@ static void forward(const Decoder& m, const Iteration& it, float* hidden, const 
         });
         watch.lap(ROTARY);
         team.share(tiles.size(), 1, [&](int64_t i) {
-            const Tile& tile = tiles[i];
-            attend_tile<T>(it, qkv, qkv_width, it.dim, attended, l, tile.seq, tile.head, tile.from, tile.count, mask,
-                           nullptr);
+            attend_tile<T>(it, qkv, qkv_width, it.dim, attended, l, tiles[i], mask, nullptr);
         });
         watch.lap(ATTENTION);
         gemm(team, attended, rows, q_width, (const T*)layer.out, (wide + PANEL - 1) / PANEL, add);

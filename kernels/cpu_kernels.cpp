@@ -1,5 +1,7 @@
 // Attention and cache write as single calls, for models whose other parts are not ours. Plain C ABI.
 
+#include <omp.h>
+
 #include "cpu_attention.h"
 
 static const int64_t SERIAL = 16384;  // elements below which a second thread costs more than it brings
@@ -7,13 +9,12 @@ static const int64_t SERIAL = 16384;  // elements below which a second thread co
 template <typename T>
 static void attention(const Iteration& it, const T* q, int64_t q_row, int64_t q_head, T* out, int64_t layer,
                       const Mask& m, const float* sinks) {
-    const std::vector<Tile>& tiles = tiles_of(it);
+    const std::vector<Tile>& tiles = tiles_of(it, omp_get_max_threads());
     const Tile* work = tiles.data();
     const int64_t n = tiles.size();
 #pragma omp parallel for schedule(dynamic, 1) if (n > 1)
     for (int64_t i = 0; i < n; i++)
-        attend_tile<T>(it, q, q_row, q_head, out, layer, work[i].seq, work[i].head, work[i].from, work[i].count, m,
-                       sinks);
+        attend_tile<T>(it, q, q_row, q_head, out, layer, work[i], m, sinks);
 }
 
 template <typename T>
