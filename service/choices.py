@@ -34,6 +34,11 @@ class Choices:
         self._timers: list[asyncio.TimerHandle] = []
         self._given_up = False
 
+    @property
+    def resumed(self) -> int:
+        """Tokens that were published before."""
+        return sum(len(found.token_ids) for found in self._published.values())
+
     def resume(self, published: Sequence[Published]) -> None:
         """Begin after what was published of each choice."""
         for choice, found in enumerate(published):

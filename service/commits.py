@@ -43,7 +43,7 @@ class Commits:
         transactional = settings.delivery == "transactional"
         self._interval_s = settings.transaction_interval_s if transactional else settings.commit_interval_s
         self._limit = commit_metadata.LIMIT
-        self._committing = asyncio.Lock()
+        self.busy = asyncio.Lock()  # held during a commit
         self._wanted = asyncio.Event()
         self._waiters: list[asyncio.Future[None]] = []
 
@@ -84,7 +84,7 @@ class Commits:
 
         `clean`: this worker is about to leave the partitions in order.
         """
-        async with self._committing:
+        async with self.busy:
             consumer = self.consumer
             if consumer is None:
                 return False

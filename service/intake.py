@@ -175,8 +175,9 @@ class Intake:
     async def close(self) -> None:
         """Commit what is finished and leave the group."""
         self._draining = True
-        for task in self._tasks:
-            task.cancel()
+        async with self.commits.busy:  # not in the middle of one
+            for task in self._tasks:
+                task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
         if self._consumer is not None:

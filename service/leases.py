@@ -69,6 +69,8 @@ class Partition:
     def progress(self, *, clean: bool) -> Progress:
         """What the next owner must know. `clean`: this one leaves in order, so that no attempt has failed."""
         seen = self.tracker.next or self.tracker.position or 0
+        if self.waiting:
+            seen = max(seen, self.waiting[0].offset)  # there can be a gap before it
         reach = self.reach if self.reach - seen >= RESERVE // 2 else seen + RESERVE
         first = self.tracker.position or 0
         marks = {offset: mark for offset, mark in self._marks.items() if offset >= first} | {

@@ -61,13 +61,15 @@ def conclude(
     finishes: Mapping[int, Finish],
     outcome: str,
     error: tuple[str, str] | None,
+    resumed: int,
 ) -> None:
-    """Count the request and end its spans. `error` is a code and a message."""
+    """Count the request and end its spans. `error` is a code and a message, `resumed` the number of tokens that an
+    earlier worker generated, and counted."""
     if finishes:
         prompt = max(f.prompt_tokens for f in finishes.values())
         completion = sum(f.completion_tokens for f in finishes.values())
         metrics.prompt_tokens.inc(prompt)
-        metrics.completion_tokens.inc(completion)
+        metrics.completion_tokens.inc(max(0, completion - resumed))
         trace.set(
             {
                 names.GEN_AI_INPUT_TOKENS: prompt,

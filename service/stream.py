@@ -228,10 +228,8 @@ class Stream:
             if left <= 0:
                 raise self._late(request)
             self._deadline = asyncio.get_running_loop().call_later(left, self._stop, "deadline")
-        published = self._history.choices(request.sampling.n)
-        self._choices.resume(published)
-        resumed = sum(len(found.token_ids) for found in published)
-        self._trace.set({names.RESUMED_TOKENS: resumed or None})
+        self._choices.resume(self._history.choices(request.sampling.n))
+        self._trace.set({names.RESUMED_TOKENS: self._choices.resumed or None})
         # What was begun in pieces goes on so, also when the whole was asked for at the end.
         streams = request.stream or self._resumed_at > 0
         if self._services.cancels.seen(request.request_id):
@@ -430,7 +428,9 @@ class Stream:
         else:
             self._lease.abandon()
         outcome = self._outcome or self._abandoned or names.OUTCOME_HANDED_OVER
-        conclude(self._trace, services.metrics, self._choices.finishes, outcome, self._error)
+        conclude(
+            self._trace, services.metrics, self._choices.finishes, outcome, self._error, self._choices.resumed
+        )
 
     def _unregister(self) -> None:
         streams = self._services.streams

@@ -15,10 +15,11 @@ from worker_process import Reading, WorkerProcess, expected, requests
 pytestmark = pytest.mark.kafka
 
 
-async def test_rounds_of_kills(kafka: KafkaBroker, tmp_path: Path) -> None:
-    """As many as begin within half a minute; benchmarks/kill_rounds.py does twenty."""
-    result = await kill_rounds.run(kafka.bootstrap_servers, tmp_path, rounds=20, seconds=30)
-    assert result.rounds >= 2
+@pytest.mark.parametrize(("delivery", "seconds"), [("idempotent", 25), ("transactional", 5)])
+async def test_rounds_of_kills(kafka: KafkaBroker, tmp_path: Path, delivery: str, seconds: float) -> None:
+    """As many as begin within so many seconds; benchmarks/kill_rounds.py does twenty."""
+    result = await kill_rounds.run(kafka.bootstrap_servers, tmp_path, 20, seconds, delivery)
+    assert result.rounds >= 1
     assert (result.missing, result.duplicated, result.unanswered, result.different) == (0, 0, 0, 0)
     assert result.second_ends == 0 and result.repeated == 0, "read back, not run again"
     assert result.midstream >= 0.9 * result.requests
