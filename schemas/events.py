@@ -1,8 +1,8 @@
 """The events of a response: `tokens` as they come, then exactly one `done` or `error`.
 
 Every event carries `index`, which counts 0, 1, 2, ... over the whole response without a gap; `choice`, which
-of the `sampling.n` sequences it is about (0 in a terminal event); and `epoch`, the consumer group's
-generation under which it was published.
+of the `sampling.n` sequences it is about (0 in a terminal event); and `epoch`, which grows each time another worker
+goes on with the request.
 """
 
 from __future__ import annotations

@@ -54,7 +54,8 @@ async def run(
             say(
                 f"round {result.rounds}: {result.midstream} of {result.requests} streams were in their middle; tokens"
                 f" missing {result.missing}, duplicated {result.duplicated}; unanswered {result.unanswered},"
-                f" other text {result.different}; repeated in the topics {result.repeated}"
+                f" other text {result.different}; repeated in the topics {result.repeated};"
+                f" taken over after {result.takeover_s[-1]:.1f} s"
             )
     finally:
         await worker.kill()
