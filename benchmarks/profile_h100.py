@@ -1,4 +1,4 @@
-"""Derives the profile `h100-8b` from published figures: `python -m benchmarks.profile_h100` prints coefficients and errors.
+"""Derives the profile `h100-8b` from published figures: `python -m benchmarks.profile_h100` prints it.
 
 Throughputs of Llama 3.1 8B in FP8 on one H100 SXM 80 GB with every request there from the start, from NVIDIA's overview
 of TensorRT-LLM 1.0 (docs/source/performance/perf-overview.md in that repository).

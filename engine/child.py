@@ -1,9 +1,8 @@
-"""The engine's own process: `python -m plait.engine.child FD CONFIG`, started by `plait.engine.process`."""
+"""The engine's own process: `python -m plait.engine.child FD`, started by `plait.engine.process`."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import socket
 import sys
@@ -24,7 +23,10 @@ STATS_SECONDS = 0.25
 def main() -> int:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     link = Link(socket.socket(fileno=int(sys.argv[1])))
-    config = EngineConfig(**json.loads(sys.argv[2]))
+    try:
+        config = configuration(link)
+    except (EOFError, ConnectionResetError):
+        return 1
     try:
         engine = Engine(config)
         engine.warm_up()
@@ -37,6 +39,13 @@ def main() -> int:
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         serve(engine, link)
     return 0
+
+
+def configuration(link: Link) -> EngineConfig:
+    """The parent's first message; it is sent while this process imports torch, or later."""
+    while not (messages := link.receive(60.0)):
+        pass
+    return EngineConfig(**messages[0][1])
 
 
 def serve(engine: Engine, link: Link) -> None:

@@ -15,7 +15,8 @@ class EngineConfig:
     model: str = "smollm2"
     """`smollm2` (bundled), a local directory, a .gguf file, or a hub id."""
     dtype: str = "auto"
-    """auto (bfloat16 where the hardware has it, else float32), bfloat16, float16 or float32."""
+    """auto (bfloat16 where the hardware has it, else float32), bfloat16, float16, float32, or int8: weights rounded to
+    8 bits, on the CPU."""
     device: str = "auto"
     max_running: int = 64
     """Sequences that share one iteration at most: more raises throughput and the time per token."""
@@ -89,8 +90,8 @@ class EngineConfig:
                 raise ValueError(f"tenant_weights[{tenant!r}] must be above 0, not {weight}")
         if self.batching not in ("continuous", "dynamic", "static"):
             raise ValueError(f"batching must be continuous, dynamic or static, not {self.batching!r}")
-        if self.dtype not in ("auto", "bfloat16", "float16", "float32"):
-            raise ValueError(f"dtype must be auto, bfloat16, float16 or float32, not {self.dtype!r}")
+        if self.dtype not in ("auto", "bfloat16", "float16", "float32", "int8"):
+            raise ValueError(f"dtype must be auto, bfloat16, float16, float32 or int8, not {self.dtype!r}")
 
     def budget(self, device: str) -> int:
         """Tokens of one iteration on a kind of device."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.engine.attention import Unsupported
 from plait.kernels.attention import PagedAttention
 from plait.kernels.decoder import Decoder, LayerWeights, PanelLinear, fits
 from plait.kernels.linear import PackedLinear, can_pack
@@ -31,8 +32,11 @@ class FloatRotary(nn.Module):
         return cos.contiguous(), sin.contiguous()
 
 
-def optimize(model: nn.Module, attention: PagedAttention) -> list[Decoder | PanelLinear]:
-    """Change a CPU model in place; its original weights are freed layer by layer. Gives the compiled parts."""
+def optimize(model: nn.Module, attention: PagedAttention, int8: bool = False) -> list[Decoder | PanelLinear]:
+    """Change a CPU model in place; its original weights are freed layer by layer. Gives the compiled parts.
+
+    With `int8` the weights of all linear layers are rounded to 8 bits. Raises Unsupported where that cannot be done.
+    """
     dtype = next(model.parameters()).dtype
     base = model.base_model
     compiled: list[Decoder | PanelLinear] = []
@@ -43,18 +47,27 @@ def optimize(model: nn.Module, attention: PagedAttention) -> list[Decoder | Pane
         and rotary is not None
         and all(is_known(x, dtype) for x in layers)
     ):
-        compiled.append(decoder(layers))
+        compiled.append(decoder(layers, int8))
         base.layers = nn.ModuleList(compiled)
         base.rotary_emb = FloatRotary(rotary)
         head = getattr(model, "lm_head", None)
         if type(head) is nn.Linear and head.bias is None:
-            model.lm_head = PanelLinear(head.weight)
+            model.lm_head = PanelLinear(head.weight, int8=int8)
             compiled.append(model.lm_head)
-    if can_pack(dtype):
-        for parent in list(model.modules()):
-            for name, child in list(parent.named_children()):
-                if type(child) is nn.Linear and child.weight.dtype == dtype:
-                    setattr(parent, name, PackedLinear(child.weight, child.bias))
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is not nn.Linear or child.weight.dtype != dtype:
+                continue
+            if int8:
+                if not fits(dtype, child.in_features):
+                    raise Unsupported(
+                        "dtype int8 needs plait's compiled CPU kernels and inputs of layers that are a multiple of 16 "
+                        f"wide; {name} of {type(model).__name__} has {child.in_features} in {dtype}"
+                    )
+                compiled.append(PanelLinear(child.weight, child.bias, int8=True, dtype=dtype))
+                setattr(parent, name, compiled[-1])
+            elif can_pack(dtype):
+                setattr(parent, name, PackedLinear(child.weight, child.bias))
     return compiled
 
 
@@ -81,9 +94,9 @@ def is_llama_like(layer: nn.Module) -> bool:
     )
 
 
-def decoder(layers: nn.ModuleList) -> Decoder:
+def decoder(layers: nn.ModuleList, int8: bool) -> Decoder:
     first = layers[0]
-    made = Decoder(first.input_layernorm.variance_epsilon, first.self_attn.scaling)
+    made = Decoder(first.input_layernorm.variance_epsilon, first.self_attn.scaling, int8)
     for i in range(len(layers)):
         made.add(weights_of(layers[i]))
         layers[i] = nn.Identity()

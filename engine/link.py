@@ -1,6 +1,6 @@
 """Frames between the engine's process and its parent: msgpack behind a length of four bytes, big-endian.
 
-To the engine: `["add", request]`, `["cancel", id, stopped]`, `["stop"]`.
+To the engine: `["start", config]` once; then `["add", request]`, `["cancel", id, stopped]`, `["stop"]`.
 From it: `["ready", model]` or `["failed", message]` once; then `["running", ids]` before an iteration admits
 sequences, and `["out", rows, stats]` after it, a row being `[id, token_ids, logprob, finish]`.
 """

@@ -45,8 +45,13 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 where the hardware multiplies it, else float16 on a GPU and float32 on a CPU."""
-    if name != "auto":
+    """`auto` is bfloat16 where the hardware multiplies it, else float16 on a GPU and float32 on a CPU.
+
+    `int8` rounds weights alone: they are loaded, and all else is computed, as with `auto`. Raises Unsupported on a GPU.
+    """
+    if name == "int8" and device.type != "cpu":
+        raise Unsupported(f"dtype int8 is for the CPU; on {device} use bfloat16")
+    if name not in ("auto", "int8"):
         return getattr(torch, name)
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16

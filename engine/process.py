@@ -8,7 +8,6 @@ nothing had happened, and the reader of its outputs sees neither a gap nor a rep
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import socket
@@ -63,12 +62,20 @@ class EngineProcess:
     async def start(self) -> None:
         """Load the model and come up. Raises EngineFailed, ModelUnavailable."""
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._path = await asyncio.to_thread(resolve, self.config.model)
+        await self._launch()
         try:
-            self.tokenizer = await asyncio.to_thread(Tokenizer, self._path)
-        except Exception as error:
-            raise EngineFailed(f"the tokenizer of {self.config.model} cannot be loaded: {error}") from error
-        reader = await self._spawn()
+            # While that process imports what it needs, which takes longer.
+            self._path = await asyncio.to_thread(resolve, self.config.model)
+            try:
+                self.tokenizer = await asyncio.to_thread(Tokenizer, self._path)
+            except Exception as error:
+                raise EngineFailed(
+                    f"the tokenizer of {self.config.model} cannot be loaded: {error}"
+                ) from error
+            reader = await self._come_up()
+        except BaseException:
+            await self._reap(0.0)
+            raise
         self._tasks = [asyncio.create_task(self._supervise(reader)), asyncio.create_task(self._watch())]
 
     async def stop(self) -> None:
@@ -126,42 +133,45 @@ class EngineProcess:
         live = self.live.get(request_id)
         return live is not None and live.running
 
-    async def _spawn(self) -> asyncio.StreamReader:
-        """Start the process and wait until it has loaded the model. Raises EngineFailed."""
+    async def _launch(self) -> None:
+        """Start the process, which then waits for its configuration. Raises EngineFailed."""
         ours, theirs = socket.socketpair()
-        vocab_size = self.config.vocab_size or self.tokenizer.vocab_size
-        config = asdict(replace(self.config, model=str(self._path), vocab_size=vocab_size))
         self._child = self._writer = None
         try:
             with theirs:
                 self._child = await asyncio.create_subprocess_exec(
-                    *(
-                        sys.executable,
-                        "-P",
-                        "-m",
-                        "plait.engine.child",
-                        str(theirs.fileno()),
-                        json.dumps(config),
-                    ),
+                    *(sys.executable, "-P", "-m", "plait.engine.child", str(theirs.fileno())),
                     pass_fds=[theirs.fileno()],
                     stdin=asyncio.subprocess.DEVNULL,
                     env=environment(self.config),
                     # Ctrl-C is for the parent, which then drains: the engine must outlive it.
                     start_new_session=True,
                 )
-            reader, self._writer = await asyncio.open_connection(sock=ours)
-            kind, payload = await receive(reader)
-        except (asyncio.IncompleteReadError, OSError) as error:
-            if self._child is None:
+            self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        except OSError as error:
+            ours.close()
+            await self._reap(0.0)
+            raise EngineFailed(f"the engine process cannot be started: {error}") from error
+        except BaseException:
+            if self._writer is None:
                 ours.close()
-                raise EngineFailed(f"the engine process cannot be started: {error}") from error
+            await self._reap(0.0)
+            raise
+
+    async def _come_up(self) -> asyncio.StreamReader:
+        """Configure the process that was launched and wait until it has loaded the model. Raises EngineFailed."""
+        assert self._writer is not None
+        vocab_size = self.config.vocab_size or self.tokenizer.vocab_size
+        config = asdict(replace(self.config, model=str(self._path), vocab_size=vocab_size))
+        try:
+            self._writer.write(pack(["start", config]))
+            kind, payload = await receive(self._reader)
+        except (asyncio.IncompleteReadError, OSError):
             code = await self._reap(STOP_SECONDS)
             raise EngineFailed(
                 f"the engine process ended with code {code} while it loaded the model"
             ) from None
         except BaseException:
-            if self._writer is None:
-                ours.close()
             await self._reap(0.0)
             raise
         if kind == "failed":
@@ -170,7 +180,7 @@ class EngineProcess:
         self.model = replace(ModelInfo(**payload), name=self.config.model)
         self.heartbeat = time.monotonic()
         self.ready = True
-        return reader
+        return self._reader
 
     async def _reap(self, patience: float) -> int | None:
         """Close the link, which ends the process, and make sure that it has ended. Gives its exit code."""
@@ -212,7 +222,8 @@ class EngineProcess:
     async def _respawn(self) -> asyncio.StreamReader:
         for attempt in range(1, START_ATTEMPTS + 1):
             try:
-                reader = await self._spawn()
+                await self._launch()
+                reader = await self._come_up()
                 break
             except EngineFailed as error:
                 log.error("start %d of %d failed: %s", attempt, START_ATTEMPTS, error)

@@ -45,7 +45,7 @@ class Runner:
         self.compiled: list[Decoder | PanelLinear] = []
         self.attention = PagedAttention(memory, q_heads)
         if self.device.type == "cpu":
-            self.compiled = fastpath.optimize(model, self.attention)
+            self.compiled = fastpath.optimize(model, self.attention, config.dtype == "int8")
         longest = longest_sequence(model)
         limits = [config.max_model_len or longest, longest, self.num_blocks * self.block_size]
         self.max_tokens_total = min(limits)

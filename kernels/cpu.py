@@ -39,10 +39,18 @@ class Iteration(ctypes.Structure):
     ]
 
 
+class Packed(ctypes.Structure):
+    """Weights in panels, and for int8 a scale of each output."""
+
+    _fields_ = [("weights", ctypes.c_void_p), ("scales", ctypes.c_void_p)]
+
+
 class Layer(ctypes.Structure):
     _fields_ = [
-        (name, ctypes.c_void_p) for name in ("qkv", "out", "gate_up", "down", "qkv_bias", "norm", "mlp_norm")
-    ] + [("window", ctypes.c_int64)]
+        *((name, Packed) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("qkv_bias", "norm", "mlp_norm")),
+        ("window", ctypes.c_int64),
+    ]
 
 
 class Decoder(ctypes.Structure):
@@ -160,11 +168,11 @@ def forward(model: Decoder, it: Iteration, hidden: Tensor, cos: Tensor, sin: Ten
     )
 
 
-def linear(x: Tensor, packed: Tensor, out: Tensor) -> None:
+def linear(x: Tensor, packed: Packed, out: Tensor) -> None:
     """out [R, N] float32 = x [R, in] times weights packed by `decoder.pack`."""
     library().plait_linear(  # type: ignore[union-attr]
         x.data_ptr(),
-        packed.data_ptr(),
+        ctypes.byref(packed),
         out.data_ptr(),
         *x.shape,
         out.shape[1],

@@ -7,7 +7,7 @@
 extern "C" {
 
 struct Layer {
-    const void *qkv, *out, *gate_up, *down;  // packed
+    Packed qkv, out, gate_up, down;
     const float *qkv_bias, *norm, *mlp_norm;  // qkv_bias may be null
     int64_t window;                           // 0 for none
 };
@@ -91,7 +91,7 @@ static void forward(const Decoder& m, const Iteration& it, float* hidden, const 
             normalize(hidden + t * wide, layer.norm, normed + t * wide, m.eps, wide);
         });
         watch.lap(NORM);
-        gemm(team, normed, rows, wide, (const T*)layer.qkv, (qkv_width + PANEL - 1) / PANEL,
+        gemm(team, normed, rows, wide, layer.qkv, (qkv_width + PANEL - 1) / PANEL,
              [&](int64_t row, int64_t at, f16v a, f16v b) {
                  const bool both = at + 16 < qkv_width;
                  if (layer.qkv_bias) {
@@ -110,24 +110,24 @@ static void forward(const Decoder& m, const Iteration& it, float* hidden, const 
             attend_tile<T>(it, qkv, qkv_width, it.dim, attended, l, tiles[i], mask, nullptr);
         });
         watch.lap(ATTENTION);
-        gemm(team, attended, rows, q_width, (const T*)layer.out, (wide + PANEL - 1) / PANEL, add);
+        gemm(team, attended, rows, q_width, layer.out, (wide + PANEL - 1) / PANEL, add);
         watch.lap(PRODUCT);
         team.share(rows, 4, [&](int64_t t) {
             normalize(hidden + t * wide, layer.mlp_norm, normed + t * wide, m.eps, wide);
         });
         watch.lap(NORM);
         // A panel holds 16 gates and the 16 ups that belong to them.
-        gemm(team, normed, rows, wide, (const T*)layer.gate_up, m.inner / 16,
+        gemm(team, normed, rows, wide, layer.gate_up, m.inner / 16,
              [&](int64_t row, int64_t at, f16v gate, f16v up) {
                  store(inner + row * m.inner + at / 2, gate / (1.0f + vexp(-gate)) * up);
              });
-        gemm(team, inner, rows, m.inner, (const T*)layer.down, (wide + PANEL - 1) / PANEL, add);
+        gemm(team, inner, rows, m.inner, layer.down, (wide + PANEL - 1) / PANEL, add);
         watch.lap(PRODUCT);
     }
 }
 
 template <typename T>
-static void linear(const T* x, const T* w, float* out, int64_t rows, int64_t in, int64_t outputs, int64_t threads) {
+static void linear(const T* x, const Packed& w, float* out, int64_t rows, int64_t in, int64_t outputs, int64_t threads) {
     Team team;
 #pragma omp parallel num_threads(threads)
     gemm(team, x, rows, in, w, (outputs + PANEL - 1) / PANEL, [&](int64_t row, int64_t at, f16v a, f16v b) {
@@ -148,10 +148,10 @@ void plait_forward(const Decoder* m, const Iteration* it, float* hidden, const f
 }
 
 // out [rows, outputs] float32 = x [rows, in] times packed weights.
-void plait_linear(const void* x, const void* w, float* out, int64_t rows, int64_t in, int64_t outputs, int64_t threads,
+void plait_linear(const void* x, const Packed* w, float* out, int64_t rows, int64_t in, int64_t outputs, int64_t threads,
                   int64_t is_bf16) {
-    if (is_bf16) linear((const bf16*)x, (const bf16*)w, out, rows, in, outputs, threads);
-    else linear((const float*)x, (const float*)w, out, rows, in, outputs, threads);
+    if (is_bf16) linear((const bf16*)x, *w, out, rows, in, outputs, threads);
+    else linear((const float*)x, *w, out, rows, in, outputs, threads);
 }
 
 }  // extern "C"

@@ -4,7 +4,12 @@
 // operand order of vdpbf16ps. A piece of work is one panel for up to ROWS rows, so that a panel is read from memory
 // once and then from the cache; the innermost loops keep up to BLOCK rows of 32 sums in registers (the outer-product
 // scheme of Goto and van de Geijn, ACM TOMS 2008).
+//
+// Weights of 8 bits lie in the same order, with a scale for each output. A panel of them is widened, exactly, before its
+// products, and their sums are scaled.
 #pragma once
+
+#include <vector>
 
 #include "cpu_team.h"
 #include "cpu_vector.h"
@@ -52,26 +57,42 @@ template <int R> static inline void product(const bf16* x, int64_t in, const bf1
     }
 }
 
+struct Packed {
+    const void* weights;
+    const float* scales;  // of each output where the weights are int8, which is when there are any
+};
+
 template <int R, typename T, class Put>
-static inline void block(const T* x, int64_t in, const T* w, int64_t row, int64_t panel, Put& put) {
+static inline void block(const T* x, int64_t in, const T* w, const float* scales, int64_t row, int64_t panel, Put& put) {
     f16v acc[R][2];
     for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = splat(0);
     product<R>(x + row * in, in, w, acc);
-    for (int r = 0; r < R; r++) put(row + r, panel * PANEL, acc[r][0], acc[r][1]);
+    const int64_t at = panel * PANEL;
+    const f16v a = scales ? load(scales + at) : splat(1), b = scales ? load(scales + at + 16) : splat(1);
+    for (int r = 0; r < R; r++) put(row + r, at, acc[r][0] * a, acc[r][1] * b);
+}
+
+template <typename T> static const T* panel_of(const Packed& w, int64_t panel, int64_t in) {
+    if (!w.scales) return (const T*)w.weights + panel * in * PANEL;
+    static thread_local std::vector<T> wide;
+    if (int64_t(wide.size()) < in * PANEL) wide.resize(in * PANEL);
+    const int8_t* narrow = (const int8_t*)w.weights + panel * in * PANEL;
+    for (int64_t i = 0; i < in * PANEL; i += 16) store(wide.data() + i, load(narrow + i));
+    return wide.data();
 }
 
 // put(row, first output, 16 sums, 16 sums) is called once for every row and panel of x [rows, in] times w.
 template <typename T, class Put>
-static void gemm(Team& team, const T* x, int64_t rows, int64_t in, const T* w, int64_t panels, Put put) {
+static void gemm(Team& team, const T* x, int64_t rows, int64_t in, const Packed& w, int64_t panels, Put put) {
     const int64_t parts = (rows + ROWS - 1) / ROWS;
     team.share(parts * panels, 1, [&](int64_t piece) {
         const int64_t panel = piece % panels, first = piece / panels * ROWS, n = std::min(ROWS, rows - first);
-        const T* p = w + panel * in * PANEL;
+        const T* p = panel_of<T>(w, panel, in);
         const int64_t blocks = (n + BLOCK - 1) / BLOCK;
         for (int64_t i = 0, row = first; i < blocks; i++) {
             const int64_t size = n / blocks + (i < n % blocks);
             switch (size) {
-#define CASE(N) case N: if constexpr (N <= BLOCK) block<N>(x, in, p, row, panel, put); break;
+#define CASE(N) case N: if constexpr (N <= BLOCK) block<N>(x, in, p, w.scales, row, panel, put); break;
                 CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #undef CASE
             }

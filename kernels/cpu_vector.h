@@ -26,6 +26,11 @@ static inline void narrow(float x, bf16* out) {
 }
 static inline f16v splat(float x) { return f16v{} + x; }
 static inline f16v load(const float* p) { f16v v; memcpy(&v, p, 64); return v; }
+typedef int8_t c16v __attribute__((vector_size(16)));
+static inline f16v load(const int8_t* p) {
+    c16v c; memcpy(&c, p, 16);
+    return __builtin_convertvector(__builtin_convertvector(c, i16v), f16v);
+}
 static inline f16v load(const bf16* p) {
     h16v h; memcpy(&h, p, 32);
     return (f16v)(__builtin_convertvector(h, u16v) << 16);

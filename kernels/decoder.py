@@ -29,12 +29,33 @@ def fits(dtype: torch.dtype, *widths: int) -> bool:
     )
 
 
-def pack(weight: Tensor) -> Tensor:
-    """[out, in] to panels: float32 [out/32, in, 32], bfloat16 [out/32, in/2, 32, 2]; the last one is padded."""
+@dataclass(slots=True)
+class Panels:
+    """Weights [out, in] as the products read them: in panels of 32 outputs, the last one padded.
+
+    float32 lies as [out/32, in, 32], bfloat16 as [out/32, in/2, 32, 2]; int8 as the dtype it is multiplied in, with
+    float32 `scales`, one of each output.
+    """
+
+    weights: Tensor
+    scales: Tensor | None
+
+    @property
+    def pointers(self) -> cpu.Packed:
+        return cpu.Packed(self.weights.data_ptr(), None if self.scales is None else self.scales.data_ptr())
+
+
+def pack(weight: Tensor, int8: bool = False) -> Panels:
+    """With `int8` rounded to 8 bits, symmetrically: each output's largest weight becomes 127 of its scale."""
+    paired = weight.dtype == torch.bfloat16
     weight = functional.pad(weight.detach(), (0, 0, 0, -weight.shape[0] % PANEL))
-    if weight.dtype == torch.bfloat16:
-        return weight.view(-1, PANEL, weight.shape[1] // 2, 2).transpose(1, 2).contiguous()
-    return weight.view(-1, PANEL, weight.shape[1]).transpose(1, 2).contiguous()
+    scales = None
+    if int8:
+        scales = weight.abs().amax(1).float().clamp(min=1e-12) / 127
+        weight = (weight.float() / scales[:, None]).round().to(torch.int8)
+    width = weight.shape[1]
+    weight = weight.view(-1, PANEL, width // 2, 2) if paired else weight.view(-1, PANEL, width)
+    return Panels(weight.transpose(1, 2).contiguous(), scales)
 
 
 def interleave(gate: Tensor, up: Tensor) -> Tensor:
@@ -44,21 +65,32 @@ def interleave(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class PanelLinear(nn.Module):
-    """y = W x in float32, for x [..., in] and W [out, in] of one dtype and without bias: made for output heads."""
+    """y = W x + b, for x [..., in] and W [out, in] of one dtype, in float32 or the dtype that is named."""
 
-    def __init__(self, weight: Tensor):
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        int8: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ):
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.packed = pack(weight)
+        self.panels = pack(weight, int8)
+        self.bias = None if bias is None else bias.detach().float()
+        self.dtype = dtype
         self.seconds = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features)
         out = torch.empty(rows.shape[0], self.out_features)
         begun = perf_counter()
-        cpu.linear(rows, self.packed, out)
+        cpu.linear(rows, self.panels.pointers, out)
         self.seconds += perf_counter() - begun
-        return out.view(*x.shape[:-1], self.out_features)
+        if self.bias is not None:
+            out += self.bias
+        return out.view(*x.shape[:-1], self.out_features).to(self.dtype)
 
     def spent(self) -> dict[str, float]:
         """Seconds so far, by phase."""
@@ -88,10 +120,10 @@ class Decoder(nn.Module):
     Takes packed copies layer by layer from `add`, so that the model's own weights can be freed in between.
     """
 
-    def __init__(self, eps: float, scale: float):
+    def __init__(self, eps: float, scale: float, int8: bool = False):
         super().__init__()
-        self.eps, self.scale = eps, scale
-        self.kept: list[Tensor] = []
+        self.eps, self.scale, self.int8 = eps, scale, int8
+        self.kept: list[Panels | Tensor] = []
         self.seconds = torch.zeros(len(PHASES), dtype=torch.float64)
         self.layers: list[cpu.Layer] = []
 
@@ -101,13 +133,14 @@ class Decoder(nn.Module):
 
     def add(self, w: LayerWeights) -> None:
         self.hidden, self.inner = w.q.shape[1], w.gate.shape[0]
-        packed = [pack(torch.cat([w.q, w.k, w.v])), pack(w.out), pack(interleave(w.gate, w.up)), pack(w.down)]
+        matrices = (torch.cat([w.q, w.k, w.v]), w.out, interleave(w.gate, w.up), w.down)
+        panels = [pack(x, self.int8) for x in matrices]
         vectors = [
             None if x is None else x.detach().float().contiguous() for x in (w.qkv_bias, w.norm, w.mlp_norm)
         ]
-        self.kept += [x for x in (*packed, *vectors) if x is not None]
-        pointers = [None if x is None else x.data_ptr() for x in (*packed, *vectors)]
-        self.layers.append(cpu.Layer(*pointers, w.window))
+        self.kept += [*panels, *(x for x in vectors if x is not None)]
+        pointers = [None if x is None else x.data_ptr() for x in vectors]
+        self.layers.append(cpu.Layer(*(p.pointers for p in panels), *pointers, w.window))
 
     def seal(self) -> None:
         """All layers are there."""

@@ -91,7 +91,7 @@ class EngineSettings(Section):
     """The fields of plait.engine.config.EngineConfig; `max_restarts` follows from worker.max_attempts."""
 
     model: str = "smollm2"
-    dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
+    dtype: Literal["auto", "bfloat16", "float32", "float16", "int8"] = "auto"
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     max_running: int = Field(64, ge=1)
     token_budget: int = Field(0, ge=0)

@@ -28,7 +28,9 @@ def command(
     group_id: Annotated[str | None, typer.Option("--group-id", help="The workers' consumer group.")] = None,
     requests_topic: Annotated[str | None, typer.Option("--requests-topic")] = None,
     model: Annotated[str | None, typer.Option("--model", "-m", help="smollm2, a path, or a hub id.")] = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="auto, bfloat16, float16, float32.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="auto, bfloat16, float16, float32, int8.")
+    ] = None,
     device: Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:1, ...")] = None,
     max_running: Annotated[
         int | None, typer.Option("--max-running", min=1, help="Seats in the batch.")

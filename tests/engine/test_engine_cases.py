@@ -303,7 +303,7 @@ def test_sequences_without_room_for_an_answer_are_refused_at_start() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"dtype": "int8"}, {"max_running": 0}, {"num_blocks": -1}, {"watermark": 1.0}, {"block_size": 0}]
+    "bad", [{"dtype": "int4"}, {"max_running": 0}, {"num_blocks": -1}, {"watermark": 1.0}, {"block_size": 0}]
 )
 def test_a_wrong_setting_is_named(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):

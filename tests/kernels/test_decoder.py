@@ -1,5 +1,8 @@
 """The compiled decoder layers and packed products against plain torch."""
 
+import ctypes
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import functional
@@ -7,7 +10,7 @@ from torch.nn import functional
 from plait.kernels import cpu
 from plait.kernels.attention import PagedAttention
 from plait.kernels.batch import Batch
-from plait.kernels.decoder import Decoder, LayerWeights, PanelLinear, fits
+from plait.kernels.decoder import Decoder, LayerWeights, PanelLinear, fits, pack
 
 EPS, DIM, HEADS, KV_HEADS, HIDDEN, INNER = 1e-5, 32, 4, 2, 48, 80
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
@@ -19,6 +22,29 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 def test_panel_linear(rows, outputs, dtype):
     x, weight = torch.randn(rows, 64).to(dtype), torch.randn(outputs, 64).to(dtype)
     torch.testing.assert_close(PanelLinear(weight)(x), x.float() @ weight.float().T, atol=1e-4, rtol=1e-5)
+
+
+def rounded(weight):
+    """What `pack` keeps of a matrix in int8."""
+    scales = weight.float().abs().amax(1, keepdim=True) / 127
+    return (weight.float() / scales).round() * scales
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("rows", [1, 13, 97])
+@pytest.mark.parametrize("outputs", [16, 50])
+def test_panel_linear_of_8_bits(rows, outputs, dtype):
+    x, weight, bias = (torch.randn(*n).to(dtype) for n in ((rows, 64), (outputs, 64), (outputs,)))
+    want = x.float() @ rounded(weight).T + bias.float()
+    layer = PanelLinear(weight, bias, int8=True)
+    torch.testing.assert_close(layer(x), want, atol=1e-4, rtol=1e-5)
+    assert layer.panels.weights.dtype == torch.int8
+    assert PanelLinear(weight, int8=True, dtype=dtype)(x).dtype == dtype
+
+
+def test_an_output_whose_weights_are_zero():
+    assert not PanelLinear(torch.zeros(16, 32), int8=True)(torch.randn(2, 32)).any()
+    assert pack(torch.zeros(3, 32), int8=True).scales.shape == (32,)
 
 
 def test_widths_and_dtypes_the_products_do_not_know():
@@ -72,14 +98,19 @@ def plainly(w, x, cos, sin):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("bias,window", [(False, 0), (True, 0), (False, 7)])
-def test_layers_over_a_ragged_batch_equal_plain_layers_over_each_sequence(dtype, bias, window):
+@pytest.mark.parametrize(
+    "bias,window,int8", [(False, 0, False), (True, 0, False), (False, 7, False), (True, 0, True)]
+)
+def test_layers_over_a_ragged_batch_equal_plain_layers_over_each_sequence(dtype, bias, window, int8):
     torch.manual_seed(0)
     layers = [weights(dtype, bias=bias, window=window) for _ in range(3)]
-    decoder = Decoder(EPS, DIM**-0.5)
+    decoder = Decoder(EPS, DIM**-0.5, int8)
     for layer in layers:
         decoder.add(layer)
     decoder.seal()
+    if int8:
+        matrices = ("q", "k", "v", "out", "gate", "up", "down")
+        layers = [replace(w, **{name: rounded(getattr(w, name)) for name in matrices}) for w in layers]
     lengths, first = [1, 40, 17], [0, 23, 16]
     attention = PagedAttention(torch.empty(12, 3, 2, KV_HEADS, 16, DIM, dtype=dtype), HEADS)
     tables = torch.tensor([[5, 0, 0], [2, 9, 0], [7, 1, 0]], dtype=torch.int32)
@@ -134,6 +165,6 @@ def test_many_calls_by_many_threads_agree():
         out = torch.empty(40, 320)
         for _ in range(500):
             cpu.library().plait_linear(
-                x.data_ptr(), layer.packed.data_ptr(), out.data_ptr(), 40, 64, 320, threads, False
+                x.data_ptr(), ctypes.byref(layer.panels.pointers), out.data_ptr(), 40, 64, 320, threads, False
             )
         torch.testing.assert_close(out, want, atol=1e-4, rtol=1e-5)
