@@ -27,8 +27,8 @@ from plait.schemas.events import (
     Usage,
 )
 from plait.schemas.json_schema import json_schemas
-from plait.schemas.names import WIRE_VERSION, is_request_id, is_topic, response_topic_of
-from plait.schemas.request import Message, Request, Sampling, Slo
+from plait.schemas.names import WIRE_VERSION, is_request_id, is_tenant, is_topic, response_topic_of
+from plait.schemas.request import Message, PromptRef, Request, Sampling, Slo
 
 __all__ = [
     "JSON",
@@ -41,6 +41,7 @@ __all__ = [
     "Event",
     "FinishReason",
     "Message",
+    "PromptRef",
     "Request",
     "Sampling",
     "Slo",
@@ -59,6 +60,7 @@ __all__ = [
     "encode",
     "headers",
     "is_request_id",
+    "is_tenant",
     "is_topic",
     "json_schemas",
     "response_topic_of",

@@ -9,7 +9,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from plait.schemas.control import Cancel
 from plait.schemas.events import Event
-from plait.schemas.request import Request
+from plait.schemas.request import INPUTS, Request
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -36,7 +36,7 @@ def request_schema(ref_template: str = "#/$defs/{model}") -> Schema:
                 model["properties"][name] = _nullable(field)
     schema["oneOf"] = [
         {"required": [name], "properties": {name: {"type": kind}}}
-        for name, kind in (("prompt", "string"), ("messages", "array"), ("prompt_token_ids", "array"))
+        for name, kind in zip(INPUTS, ("string", "array", "array", "object"), strict=True)
     ]
     return schema
 

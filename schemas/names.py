@@ -17,17 +17,23 @@ CONTROL_TOPIC = "plait.control"
 DLQ_TOPIC = "plait.dlq"
 
 REQUEST_ID_PATTERN = r"^[A-Za-z0-9._-]{1,200}$"
+TENANT_PATTERN = r"^[A-Za-z0-9._:@/+=-]{1,128}$"
 TOPIC_PATTERN = r"^[A-Za-z0-9._-]{1,249}$"
 
 MAX_INT32 = 2**31 - 1
 MAX_SAFE_INT = 2**53
 
 _REQUEST_ID = re.compile(REQUEST_ID_PATTERN[1:-1])
+_TENANT = re.compile(TENANT_PATTERN[1:-1])
 _TOPIC = re.compile(TOPIC_PATTERN[1:-1])
 
 
 def is_request_id(value: object) -> bool:
     return isinstance(value, str) and _REQUEST_ID.fullmatch(value) is not None
+
+
+def is_tenant(value: object) -> bool:
+    return isinstance(value, str) and _TENANT.fullmatch(value) is not None
 
 
 def is_topic(value: object) -> bool:

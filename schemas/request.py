@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from plait.schemas.names import MAX_INT32, MAX_SAFE_INT, RequestId, TokenId, Topic
+from plait.schemas.names import MAX_INT32, MAX_SAFE_INT, TENANT_PATTERN, RequestId, TokenId, Topic
 from plait.schemas.plain import find_problem
 
 STRICT = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False, protected_namespaces=())
@@ -16,6 +16,9 @@ STRICT = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=Fals
 MAX_METADATA_BYTES = 16_384
 MAX_METADATA_DEPTH = 8
 MAX_PROMPT_TOKENS = 1_048_576
+MAX_REF_BYTES = 2**30
+URL_PATTERN = r"^[a-z][a-z0-9+.-]*://[!-~]+$"
+INPUTS = ("prompt", "messages", "prompt_token_ids", "prompt_ref")
 
 
 def drop_nulls(fields: Any) -> Any:
@@ -86,6 +89,19 @@ class Message(BaseModel):
     content: str
 
 
+class PromptRef(BaseModel):
+    """Where the prompt lies, as UTF-8 text, and how to tell that it is the right one. `size` is in bytes, `sha256`
+    in hexadecimal digits."""
+
+    model_config = STRICT
+
+    url: str = Field(pattern=URL_PATTERN, max_length=2048)
+    size: int = Field(ge=1, le=MAX_REF_BYTES)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+    _nulls = model_validator(mode="before")(drop_nulls)
+
+
 class Sampling(BaseModel):
     """How tokens are drawn; names and meanings are those of OpenAI and vLLM.
 
@@ -143,7 +159,7 @@ class Slo(BaseModel):
 
 
 class Request(BaseModel):
-    """One request. Exactly one of `prompt`, `messages` and `prompt_token_ids` is set.
+    """One request. Exactly one of `prompt`, `messages`, `prompt_token_ids` and `prompt_ref` is set.
 
     `created_at` is in milliseconds since the epoch; `metadata` comes back in the terminal event.
     """
@@ -153,10 +169,11 @@ class Request(BaseModel):
     v: Literal[1] = 1
     request_id: RequestId
     model: str | None = Field(None, min_length=1, max_length=255)
-    tenant: str | None = Field(None, pattern=r"^[A-Za-z0-9._:@/+=-]{1,128}$")
+    tenant: str | None = Field(None, pattern=TENANT_PATTERN)
     prompt: str | None = Field(None, min_length=1)
     messages: list[Message] | None = Field(None, min_length=1, max_length=1024)
     prompt_token_ids: list[TokenId] | None = Field(None, min_length=1, max_length=MAX_PROMPT_TOKENS)
+    prompt_ref: PromptRef | None = None
     sampling: Sampling = Sampling()
     priority: int = Field(4, ge=0, le=9)
     slo: Slo = Slo()
@@ -169,13 +186,11 @@ class Request(BaseModel):
 
     @model_validator(mode="after")
     def _one_input(self) -> Self:
-        given = [
-            name for name in ("prompt", "messages", "prompt_token_ids") if getattr(self, name) is not None
-        ]
+        given = [name for name in INPUTS if getattr(self, name) is not None]
         if len(given) != 1:
             raise PydanticCustomError(
                 "one_input",
-                "exactly one of prompt, messages and prompt_token_ids must be given, not "
+                "exactly one of prompt, messages, prompt_token_ids and prompt_ref must be given, not "
                 + (" and ".join(given) or "none"),
                 {"path": given[1] if given else "prompt"},
             )

@@ -11,6 +11,7 @@ from plait.engine.api import GenerationRequest, Objectives, SamplingParams
 from plait.schemas import (
     MSGPACK,
     ErrorCode,
+    PromptRef,
     Request,
     Sampling,
     Slo,
@@ -18,8 +19,10 @@ from plait.schemas import (
     canonical_type,
     decode_request,
     headers,
+    is_tenant,
     is_topic,
 )
+from plait.service.claims import ClaimFailed, ClaimRefused, Claims
 from plait.service.engine_port import EngineLike
 from plait.service.kafka import Unreadable
 from plait.service.settings import Settings
@@ -28,6 +31,7 @@ from plait.service.topics import Topics
 
 # Shorter prompts are tokenized in the event loop: a thread costs more than they do.
 INLINE_CHARACTERS = 2_000
+MAX_ECHOED_BYTES = 4096
 
 
 class Unanswerable(Exception):
@@ -65,9 +69,11 @@ class Incoming:
 class Admission:
     """Decides what may run. Knows the engine's model and limits, and plait's own topics."""
 
-    def __init__(self, settings: Settings, engine: EngineLike, topics: Topics) -> None:
+    def __init__(self, settings: Settings, engine: EngineLike, topics: Topics, claims: Claims) -> None:
         self._engine = engine
         self._topics = topics
+        self._claims = claims
+        self._tenant_header = settings.worker.tenant_header
         self._priorities = {lane.topic: lane.priority for lane in settings.topics.all_lanes()}
         self._names = {settings.engine.model, *settings.worker.model_aliases}
 
@@ -82,6 +88,12 @@ class Admission:
             for name in headers.CORRELATION_IDS
             if (value := header(record.headers, name)) is not None
         ]
+        problem = None
+        if (size := sum(len(value or b"") for _, value in echoed)) > MAX_ECHOED_BYTES:
+            problem = (
+                f"{size} bytes of correlation ids, which every event would carry: over {MAX_ECHOED_BYTES}"
+            )
+            echoed = []
         try:
             request, content_type = decode_request(
                 record.value, header_text(record.headers, headers.CONTENT_TYPE)
@@ -93,10 +105,16 @@ class Admission:
             found = canonical_type(error.content_type) or MSGPACK
             refusal = Refused(error.code, str(error))
             return Incoming(error.request_id, found, topic, None, refusal, echoed)
-        topic, problem = self._response_topic(request.request_id, request.response_topic, record.headers)
+        topic, topic_problem = self._response_topic(
+            request.request_id, request.response_topic, record.headers
+        )
         priority = self._priorities.get(record.topic)
         if priority is not None and "priority" not in request.model_fields_set:
             request = request.model_copy(update={"priority": priority})
+        tenant, tenant_problem = self._tenant(request, record.headers)
+        if tenant != request.tenant:
+            request = request.model_copy(update={"tenant": tenant})
+        problem = problem or topic_problem or tenant_problem
         refusal_ = Refused(ErrorCode.INVALID_REQUEST, problem) if problem else self._check_model(request)
         return Incoming(request.request_id, content_type, topic, request, refusal_, echoed)
 
@@ -138,7 +156,24 @@ class Admission:
             return own, f"{field_name}: is not a topic name"
         if self._topics.is_own(named):
             return own, f"{field_name}: {named} is a topic of plait's own"
+        if not self._topics.may_be_named(named, request_id):
+            return own, f"{field_name}: {named} is not open to answers here (topics.named_responses)"
         return named, None
+
+    def _tenant(self, request: Request, record_headers: Headers) -> tuple[str | None, str | None]:
+        """Who asks, and what is wrong with it."""
+        name = self._tenant_header
+        if name is None:
+            return request.tenant, None
+        told = header_text(record_headers, name)
+        if not told or not is_tenant(told):
+            return (
+                None,
+                f"header {name}: {'is no tenant' if told else 'is missing, and names the tenant here'}",
+            )
+        if request.tenant is not None and request.tenant != told:
+            return told, f"tenant: is not the one of header {name}"
+        return told, None
 
     def _check_model(self, request: Request) -> Refused | None:
         served = self._engine.model.name
@@ -153,15 +188,24 @@ class Admission:
         tokenizer = self._engine.tokenizer
         if request.prompt_token_ids is not None:
             return request.prompt_token_ids
-        if request.prompt is not None:
-            if len(request.prompt) <= INLINE_CHARACTERS:
-                return tokenizer.encode(request.prompt)
-            return await asyncio.to_thread(tokenizer.encode, request.prompt)
+        prompt = request.prompt if request.prompt_ref is None else await self._fetch(request.prompt_ref)
+        if prompt is not None:
+            if len(prompt) <= INLINE_CHARACTERS:
+                return tokenizer.encode(prompt)
+            return await asyncio.to_thread(tokenizer.encode, prompt)
         messages = [message.model_dump() for message in request.messages or []]
         try:
             return await asyncio.to_thread(tokenizer.encode_chat, messages)
         except ValueError as error:
             raise Refused(ErrorCode.INVALID_REQUEST, f"messages: {error}") from error
+
+    async def _fetch(self, ref: PromptRef) -> str:
+        try:
+            return await self._claims.fetch(ref)
+        except ClaimRefused as error:
+            raise Refused(ErrorCode.INVALID_REQUEST, f"prompt_ref.{error}") from error
+        except ClaimFailed as error:
+            raise Refused(ErrorCode.INTERNAL, f"prompt_ref: {error}", retryable=True) from error
 
 
 def seed_of(request: Request) -> int:

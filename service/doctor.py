@@ -176,11 +176,11 @@ async def broker(bootstrap_servers: str, patience: float = 10.0) -> AsyncIterato
     """Whether the brokers answer within `patience` seconds, and plait's topics are as a worker wants them."""
     from aiokafka.errors import KafkaError
 
+    from plait.service.commands.connect import settings_of
     from plait.service.kafka import connection
-    from plait.service.settings import Settings
     from plait.service.topic_admin import admin
 
-    settings = Settings.load(kafka={"bootstrap_servers": bootstrap_servers, "client_id": "plait"})
+    settings = settings_of(bootstrap_servers)
     topics = settings.topics
     try:
         async with asyncio.timeout(patience), admin(connection(settings.kafka, "doctor")) as client:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from aiokafka import TopicPartition
@@ -16,8 +18,10 @@ from aiokafka.errors import (
     TopicAuthorizationFailedError,
 )
 from aiokafka.helpers import create_ssl_context
+from pydantic import SecretStr
 
-from plait.service.settings import KafkaSettings
+from plait.service.oauth import make_tokens
+from plait.service.settings import KafkaSettings, SettingsError
 
 # A send that failed with one of these fails again; all others are the broker's or the network's state.
 PERMANENT = (
@@ -65,7 +69,8 @@ async def step(consumer: Any, timeout_ms: int) -> tuple[dict[TopicPartition, lis
 
 
 def connection(settings: KafkaSettings, role: str) -> dict[str, Any]:
-    """Keyword arguments of any aiokafka client. `role` tells the clients of one worker apart."""
+    """Keyword arguments of any aiokafka client. `role` tells the clients of one worker apart. Raises SettingsError
+    for certificates that cannot be read."""
     result: dict[str, Any] = {
         "bootstrap_servers": settings.bootstrap_servers,
         "client_id": f"{settings.client_id}-{role}",
@@ -73,16 +78,43 @@ def connection(settings: KafkaSettings, role: str) -> dict[str, Any]:
         "request_timeout_ms": settings.request_timeout_ms,
     }
     if settings.security_protocol.startswith("SASL"):
-        password = settings.sasl_password
-        result |= {
-            "sasl_mechanism": settings.sasl_mechanism,
-            "sasl_plain_username": settings.sasl_username,
-            "sasl_plain_password": password.get_secret_value() if password else None,
-        }
+        result["sasl_mechanism"] = settings.sasl_mechanism
+        if settings.sasl_mechanism == "OAUTHBEARER":
+            settings._tokens = settings._tokens or make_tokens(settings)
+            result["sasl_oauth_token_provider"] = settings._tokens
+        else:
+            result["sasl_plain_username"] = settings.sasl_username
+            result["sasl_plain_password"] = _secret(settings.sasl_password)
     if settings.security_protocol.endswith("SSL"):
-        cafile = str(settings.ssl_cafile) if settings.ssl_cafile else None
-        result["ssl_context"] = create_ssl_context(cafile=cafile)
+        result["ssl_context"] = ssl_context(settings)
     return result
+
+
+def ssl_context(settings: KafkaSettings) -> ssl.SSLContext:
+    """Whom to trust, and with a client certificate who we are. Raises SettingsError, which names the key."""
+    for name in ("ssl_cafile", "ssl_certfile", "ssl_keyfile"):
+        file = getattr(settings, name)
+        if file is not None and not file.is_file():
+            raise SettingsError(f"kafka.{name}: {file}: no such file")
+
+    def text(file: Path | None) -> str | None:
+        return str(file) if file else None
+
+    try:
+        context: ssl.SSLContext = create_ssl_context(
+            cafile=text(settings.ssl_cafile),
+            certfile=text(settings.ssl_certfile),
+            keyfile=text(settings.ssl_keyfile),
+            password=_secret(settings.ssl_password) or "",  # without one OpenSSL asks on the terminal
+        )
+    except (ssl.SSLError, OSError) as error:
+        raise SettingsError(f"kafka.ssl_cafile, ssl_certfile, ssl_keyfile or ssl_password: {error}") from None
+    context.check_hostname = settings.ssl_check_hostname
+    return context
+
+
+def _secret(value: SecretStr | None) -> str | None:
+    return value.get_secret_value() if value is not None else None
 
 
 def say(error: BaseException) -> str:

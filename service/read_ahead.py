@@ -34,10 +34,10 @@ class ReadAhead:
         """Be told when something has ended: there may be room now."""
         self._listeners.append(on_freed)
 
-    def take(self, lane: str, size: int, requests: int = 1) -> None:
-        """A request of `size` bytes is in flight; with `requests` 0, one that is has grown by so much."""
+    def take(self, lane: str, size: int) -> None:
+        """A request of `size` bytes is in flight."""
         used = self._lanes[lane].of
-        used["requests"] += requests
+        used["requests"] += 1
         used["bytes"] += size
 
     def give_back(self, lane: str, size: int) -> None:

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, SecretStr, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PrivateAttr,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -34,10 +45,20 @@ class KafkaSettings(Section):
     group_id: str = "plait"
     client_id: str = "plait-worker"
     security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
-    sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] = "PLAIN"
+    sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"] = "PLAIN"
     sasl_username: str | None = None
     sasl_password: SecretStr | None = None
+    sasl_oauthbearer_token_endpoint_url: str | None = None  # for OAuth's client credentials
+    sasl_oauthbearer_client_id: str | None = None
+    sasl_oauthbearer_client_secret: SecretStr | None = None
+    sasl_oauthbearer_scope: str | None = None
+    sasl_oauthbearer_cafile: Path | None = None
+    sasl_oauthbearer_provider: str | None = Field(None, pattern=r"^[\w.]+:\w+$")  # module:callable
     ssl_cafile: Path | None = None
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+    ssl_password: SecretStr | None = None
+    ssl_check_hostname: bool = True
     session_timeout_ms: int = Field(10_000, ge=1000)
     heartbeat_interval_ms: int = Field(3_000, ge=100)
     max_poll_interval_ms: int = Field(300_000, ge=1000)
@@ -46,6 +67,28 @@ class KafkaSettings(Section):
     request_timeout_ms: int = Field(40_000, ge=1000)
     # Some brokers refuse commits once a rebalance has begun, and the member with them.
     commit_on_revoke: bool = True
+    _tokens: Any = PrivateAttr(None)  # of service/kafka.py: one for all clients
+
+    @model_validator(mode="after")
+    def _complete(self) -> KafkaSettings:
+        """Say what is missing here, not when a broker refuses it."""
+        if self.security_protocol.startswith("SASL"):
+            if self.sasl_mechanism != "OAUTHBEARER":
+                needed: tuple[str, ...] = ("sasl_username", "sasl_password")
+            elif self.sasl_oauthbearer_provider is None:
+                needed = tuple(
+                    f"sasl_oauthbearer_{k}" for k in ("token_endpoint_url", "client_id", "client_secret")
+                )
+            else:
+                needed = ()
+            missing = [name for name in needed if getattr(self, name) is None]
+            if missing:
+                raise ValueError(f"{self.sasl_mechanism} needs kafka.{', kafka.'.join(missing)}")
+        if "@" in (self.sasl_oauthbearer_token_endpoint_url or ""):
+            raise ValueError("kafka.sasl_oauthbearer_token_endpoint_url must hold no credentials")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ValueError("kafka.ssl_keyfile needs kafka.ssl_certfile")
+        return self
 
 
 class LaneSettings(Section):
@@ -68,11 +111,22 @@ class TopicSettings(Section):
     dlq: str = DLQ_TOPIC
     create: bool = True  # the requests, control and dead-letter topics, where they are missing
     create_named_responses: bool = True  # a response topic that a request names, where it is missing
+    # Which topics a request may name, as a regular expression for the whole name.
+    named_responses: str = r"plait\.(clients|answers)\..+"
     request_partitions: int = Field(8, ge=1)
     replication_factor: int = Field(-1, ge=-1)  # -1: the broker's default
     response_ttl_s: float = Field(600, gt=0)  # after the terminal event
     response_retention_ms: int = Field(3_600_000, ge=1000)
     orphan_after_s: float = Field(3_600, gt=0)  # without a new record, whoever made it
+
+    @field_validator("named_responses")
+    @classmethod
+    def _is_a_pattern(cls, value: str) -> str:
+        try:
+            re.compile(value)
+        except re.error as error:
+            raise ValueError(f"is not a regular expression: {error}") from None
+        return value
 
     def all_lanes(self) -> list[LaneSettings]:
         """The lanes to read. `requests` is one of them whether it is listed or not: nothing sent there is left
@@ -138,8 +192,20 @@ class WorkerSettings(Section):
     # Crashes of the engine, or of workers, that a request may have a part in; then it is a dead letter.
     max_attempts: int = Field(2, ge=2)
     model_aliases: list[str] = []  # further names under which the served model is asked for
+    tenant_header: str | None = None  # the header that says who asks; the request itself is not believed
     remember_cancels: int = Field(10_000, ge=0)
     remember_cancels_s: float = Field(600, gt=0)
+
+
+class ClaimSettings(Section):
+    """Prompts by reference: which stores they are fetched from. None, unless hosts are named."""
+
+    hosts: list[str] = []  # names, or *.name for those below it; with :port where it is not the scheme's own
+    schemes: list[Literal["https", "http"]] = ["https"]
+    allow_private: bool = False  # loopback, link-local and private addresses
+    max_bytes: int = Field(16 * 1024 * 1024, ge=1)  # of one prompt
+    timeout_s: float = Field(30.0, gt=0)  # for all of one fetch
+    max_concurrent: int = Field(8, ge=1)
 
 
 class HttpSettings(Section):
@@ -174,6 +240,7 @@ class Settings(BaseSettings):
     topics: TopicSettings = TopicSettings()
     engine: EngineSettings = EngineSettings()
     worker: WorkerSettings = WorkerSettings()
+    claims: ClaimSettings = ClaimSettings()
     http: HttpSettings = HttpSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
 

@@ -77,6 +77,7 @@ class Stream:
         self._choices = Choices(services.engine)
         self._end_as: str | None = None  # "cancelled" or "deadline" once asked for
         self._deadline: asyncio.TimerHandle | None = None
+        self._preparing: asyncio.Task[list[GenerationRequest]] | None = None
         self._abandoned: str | None = None
         self._outcome: str | None = None  # once the answer, or the dead letter, is durable
         self._index = 0
@@ -235,10 +236,7 @@ class Stream:
         if self._services.cancels.seen(request.request_id):
             self._end_as = "cancelled"
         if self._end_as is None:
-            created = self._arrived - waited_ms / 1000
-            sequences = await self._services.admission.sequences(
-                request, str(self._number), self._arrived, created
-            )
+            sequences = await self._prepare(request, self._arrived - waited_ms / 1000)
             if self._end_as is None:
                 self._submit(sequences)
         held: list[Piece] = []
@@ -260,6 +258,14 @@ class Stream:
             raise Refused(ErrorCode.CANCELLED, "the engine gave the request up", retryable=True)
         return await self._finish(request, None if streams else held, waited_ms)
 
+    async def _prepare(self, request: Request, created: float) -> list[GenerationRequest]:
+        """What the engine is to run; nothing when the request was ended meanwhile. Raises Refused."""
+        self._preparing = asyncio.create_task(
+            self._services.admission.sequences(request, str(self._number), self._arrived, created)
+        )
+        await asyncio.wait([self._preparing])
+        return [] if self._preparing.cancelled() else self._preparing.result()
+
     def _submit(self, sequences: list[GenerationRequest]) -> None:
         try:
             self._choices.submit(sequences)
@@ -275,6 +281,8 @@ class Stream:
     def _stop(self, end_as: str) -> None:
         if self._end_as is None:
             self._end_as = end_as
+            if self._preparing is not None:
+                self._preparing.cancel()
             self._choices.stop()
 
     def _abandon(self, outcome: str) -> None:
@@ -415,6 +423,8 @@ class Stream:
             self._deadline.cancel()
         self._choices.close()
         self._attempt.passed()
+        if self._preparing is not None:
+            self._preparing.cancel()
         self._unregister()
         if self._topic_ready is not None:
             self._topic_ready.cancel()

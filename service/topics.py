@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections import OrderedDict
 from typing import Any
 
@@ -42,6 +43,7 @@ class Topics:
         self._settings = settings.topics
         self._kafka = settings.kafka
         self._metrics = metrics
+        self._allowed = re.compile(settings.topics.named_responses)
         self._replication = settings.topics.replication_factor
         self._known: OrderedDict[str, None] = OrderedDict()
         self._wanted: dict[str, asyncio.Future[bool]] = {}
@@ -81,6 +83,13 @@ class Topics:
             self._settings.dlq,
             *(lane.topic for lane in self._settings.all_lanes()),
         )
+
+    def may_be_named(self, topic: str, request_id: str) -> bool:
+        """Whether a request may ask for its answer there: not on the topic of another request, nor outside of what
+        `topics.named_responses` allows."""
+        if self.is_per_request(topic):
+            return topic == self.of(request_id)
+        return not self.is_own(topic) and self._allowed.fullmatch(topic) is not None
 
     def is_per_request(self, topic: str) -> bool:
         return topic.startswith(self._settings.responses_prefix)

@@ -12,6 +12,7 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from plait.service.admission import Admission
 from plait.service.cancels import Cancels
+from plait.service.claims import Claims
 from plait.service.clock import Clock
 from plait.service.control import Control
 from plait.service.dead_letters import DeadLetters
@@ -88,6 +89,7 @@ class Worker:
             )
             for lane in lanes
         ]
+        self.claims = Claims(settings.claims)
         self.control = Control(settings, self.metrics, self._cancel)
         self.cancels = Cancels(
             settings.worker.remember_cancels, settings.worker.remember_cancels_s, self.clock
@@ -142,7 +144,7 @@ class Worker:
         self._services = Services(
             settings=settings,
             engine=self.engine,
-            admission=Admission(settings, self.engine, self.topics),
+            admission=Admission(settings, self.engine, self.topics, self.claims),
             publisher=self.publisher,
             topics=self.topics,
             sweeper=self.sweeper,
@@ -236,6 +238,7 @@ class Worker:
             await asyncio.wait(self._tasks.values())
         await self._quietly("ending look-ups", self.lookup.stop())
         await self._quietly("closing the control consumer", self.control.close())
+        await self._quietly("closing the connections to stores", self.claims.close())
         await self._quietly("stopping the sweeper", self.sweeper.stop())
         await self._quietly("closing the admin client", self.topics.stop())
         await self._quietly("closing the producer", self.publisher.stop())

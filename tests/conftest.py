@@ -13,10 +13,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from kafka_broker import kafka, own_kafka
+from kafka_broker import kafka, kafka_cluster, own_kafka
 from plait.service.embedded import EmbeddedBroker
 
-__all__ = ["embedded_broker", "kafka", "own_kafka"]
+__all__ = ["embedded_broker", "kafka", "kafka_cluster", "own_kafka"]
 
 
 @pytest.fixture(scope="session")

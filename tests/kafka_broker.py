@@ -1,4 +1,4 @@
-"""A real Apache Kafka for tests: one KRaft node from Maven Central's jars, on free ports, in its own folder.
+"""A real Apache Kafka for tests: KRaft nodes from Maven Central's jars, on free ports, in folders of their own.
 
 Needs Java 17 or newer and, the first time, Maven.
 """
@@ -11,36 +11,39 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
 import pytest
 from filelock import FileLock
 
+from kafka_secure import Secure
 from plait.service.embedded import die_with_parent, free_port
 
 HERE = Path(__file__).parent / "kafka"
 CLUSTER_ID = "cGxhaXQtdGVzdC1jbHVzdA"
-JVM = ["-Xms128m", "-Xmx512m", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC"]
+JVM = ["-Xms64m", "-Xmx512m", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC"]
 
 # Short timeouts are allowed, so that tests of lost members need not wait; few internal partitions start fast.
 PROPERTIES = """\
 process.roles=broker,controller
-node.id=1
-controller.quorum.voters=1@127.0.0.1:{controller}
-listeners=PLAINTEXT://127.0.0.1:{port},CONTROLLER://127.0.0.1:{controller}
-advertised.listeners=PLAINTEXT://127.0.0.1:{port}
+node.id={node}
+controller.quorum.voters={voters}
+listeners={listeners}
+advertised.listeners={advertised}
 controller.listener.names=CONTROLLER
 log.dirs={data}
 auto.create.topics.enable=false
 group.initial.rebalance.delay.ms=0
 group.min.session.timeout.ms=500
 offsets.topic.num.partitions=1
-offsets.topic.replication.factor=1
+offsets.topic.replication.factor={replicas}
 transaction.state.log.num.partitions=1
-transaction.state.log.replication.factor=1
-transaction.state.log.min.isr=1
+transaction.state.log.replication.factor={replicas}
+transaction.state.log.min.isr={in_sync}
+default.replication.factor={replicas}
+min.insync.replicas={in_sync}
 share.coordinator.state.topic.num.partitions=1
 share.coordinator.state.topic.replication.factor=1
 share.coordinator.state.topic.min.isr=1
@@ -50,31 +53,56 @@ log.initial.task.delay.ms=1000
 
 
 class KafkaBroker:
-    """One node that can be stopped, killed and started again on the same port with the same data."""
+    """One node that can be stopped, killed and started again on the same port with the same data.
 
-    def __init__(self, directory: Path) -> None:
+    `voters` are (node, controller's port) of all nodes of its cluster; alone it is node 1 of one.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        secure: Secure | None = None,
+        node: int = 1,
+        voters: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
+        voters = voters or [(node, free_port())]
+        self.node = node
         self.directory = directory
         self.port = free_port()
         self.bootstrap_servers = f"127.0.0.1:{self.port}"
+        self.secure = secure
         self.log = directory / "kafka.log"
         self._process: subprocess.Popen[bytes] | None = None
-        directory.mkdir(parents=True, exist_ok=True)
         self._config = directory / "server.properties"
-        self._config.write_text(
-            PROPERTIES.format(port=self.port, controller=free_port(), data=directory / "data")
+        data = directory / "data"
+        data.mkdir(parents=True)
+        # What `kafka-storage format` writes; it would start a Java of its own for these lines.
+        (data / "meta.properties").write_text(f"version=1\ncluster.id={CLUSTER_ID}\nnode.id={node}\n")
+        advertised = ",".join(
+            [f"PLAINTEXT://{self.bootstrap_servers}", *([secure.listeners()] if secure else [])]
         )
-        done = subprocess.run(
-            java("kafka.tools.StorageTool", "format", "-t", CLUSTER_ID, "-c", str(self._config)),
-            capture_output=True,
-            text=True,
+        properties = PROPERTIES.format(
+            node=node,
+            voters=",".join(f"{n}@127.0.0.1:{port}" for n, port in voters),
+            listeners=f"{advertised},CONTROLLER://127.0.0.1:{dict(voters)[node]}",
+            advertised=advertised,
+            data=data,
+            replicas=len(voters),
+            in_sync=(len(voters) + 1) // 2,
         )
-        if done.returncode != 0:
-            pytest.fail(f"Kafka's storage could not be formatted: {done.stdout}{done.stderr}")
+        self._config.write_text(properties + (secure.properties() if secure else ""))
 
     def start(self, timeout: float = 90) -> None:
         """Start the node and wait until it answers."""
+        self.launch()
+        self.wait(timeout)
+
+    def launch(self) -> None:
         with self.log.open("ab") as log:
             self._process = spawn(java("kafka.Kafka", str(self._config)), log)
+
+    def wait(self, timeout: float = 90) -> None:
+        assert self._process is not None
         deadline = time.monotonic() + timeout
         while not answers(self.port):
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -98,6 +126,25 @@ class KafkaBroker:
                 self._process.kill()
                 self._process.wait()
             self._process = None
+
+
+class KafkaCluster:
+    """Nodes of one cluster, each a broker and a controller; topics have a replica on each."""
+
+    def __init__(self, directory: Path, size: int = 3) -> None:
+        voters = [(node, free_port()) for node in range(1, size + 1)]
+        self.nodes = [KafkaBroker(directory / f"node{node}", node=node, voters=voters) for node, _ in voters]
+        self.bootstrap_servers = ",".join(node.bootstrap_servers for node in self.nodes)
+
+    def start(self) -> None:
+        for node in self.nodes:
+            node.launch()
+        for node in self.nodes:
+            node.wait()
+
+    def kill(self) -> None:
+        for node in self.nodes:
+            node.kill()
 
 
 def spawn(command: list[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
@@ -148,8 +195,12 @@ def answers(port: int) -> bool:
         return False
 
 
-def running_broker(directory: Path) -> Iterator[KafkaBroker]:
-    broker = KafkaBroker(directory)
+@pytest.fixture(scope="session")
+def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaBroker]:
+    """One real Kafka for the whole session, with TLS and SASL at further ports; give topics and groups names of
+    their own."""
+    folder = tmp_path_factory.mktemp("kafka")
+    broker = KafkaBroker(folder / "broker", Secure(folder / "certificates"))
     try:
         broker.start()
         yield broker
@@ -157,13 +208,23 @@ def running_broker(directory: Path) -> Iterator[KafkaBroker]:
         broker.kill()
 
 
-@pytest.fixture(scope="session")
-def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaBroker]:
-    """One real Kafka for the whole session; give topics and groups names of their own."""
-    yield from running_broker(tmp_path_factory.mktemp("kafka"))
-
-
 @pytest.fixture
 def own_kafka(tmp_path: Path) -> Iterator[KafkaBroker]:
     """A real Kafka for one test alone, which may stop, kill and restart it."""
-    yield from running_broker(tmp_path / "kafka")
+    broker = KafkaBroker(tmp_path / "kafka")
+    try:
+        broker.start()
+        yield broker
+    finally:
+        broker.kill()
+
+
+@pytest.fixture(scope="module")
+def kafka_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaCluster]:
+    """Three nodes; a test that kills one starts it again."""
+    cluster = KafkaCluster(tmp_path_factory.mktemp("cluster"))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.kill()

@@ -19,6 +19,7 @@ from fakes import FakeEngine
 from plait.schemas import Event, decode_event
 from plait.service.admission import Admission
 from plait.service.cancels import Cancels
+from plait.service.claims import Claims
 from plait.service.clock import Clock
 from plait.service.commit_metadata import Mark, Progress
 from plait.service.dead_letters import DeadLetters
@@ -157,7 +158,7 @@ class Bench:
         self.services = Services(
             settings=self.settings,
             engine=self.engine,
-            admission=Admission(self.settings, self.engine, self.topics),
+            admission=Admission(self.settings, self.engine, self.topics, Claims(self.settings.claims)),
             publisher=publisher,
             topics=self.topics,
             sweeper=sweeper,

@@ -35,7 +35,7 @@ ALLOWED = {
     },
     "service": {
         *{"plait.schemas", "plait.engine", "aiokafka", "aiohttp", "opentelemetry", "prometheus_client"},
-        *{"pydantic", "pydantic_settings", "rich", "typer", "torch", "transformers"},
+        *{"pydantic", "pydantic_settings", "rich", "typer", "torch", "transformers", "yarl"},
         "matplotlib",
     },
 }

@@ -1,11 +1,14 @@
-"""How the commands reach the brokers: like the worker, by PLAIT_KAFKA_* for what has no flag."""
+"""How the commands reach the brokers: like the worker, by PLAIT_CONFIG and PLAIT_KAFKA_* for what has no flag."""
 
 from __future__ import annotations
 
 import logging
 import os
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from plait.service.settings import Settings
 
 # aiokafka shows the requests it sends at DEBUG, and these hold the password.
 PASSWORDS = ("SaslAuthenticate",)
@@ -19,10 +22,16 @@ TOPICS_THAT_COME_AND_GO = ("not found in cluster metadata", "not available durin
 def kafka_options(bootstrap_servers: str) -> dict[str, Any]:
     """Arguments of any aiokafka client, security included."""
     from plait.service.kafka import connection
+
+    return connection(settings_of(bootstrap_servers).kafka, "cli")
+
+
+def settings_of(bootstrap_servers: str) -> Settings:
+    """What file and environment say, for these brokers."""
     from plait.service.settings import Settings
 
-    settings = Settings.load(kafka={"bootstrap_servers": bootstrap_servers, "client_id": "plait"})
-    return connection(settings.kafka, "cli")
+    given = {"bootstrap_servers": bootstrap_servers, "client_id": "plait"}
+    return Settings.load(os.environ.get("PLAIT_CONFIG") or None, kafka=given)
 
 
 def quiet() -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from plait.service.commands.connect import kafka_options
+from plait.service.commands.connect import kafka_options, settings_of
 from plait.service.commands.options import Brokers
 
 
@@ -35,9 +35,8 @@ async def _topics(
     from rich.table import Table
 
     from plait.service import topic_admin
-    from plait.service.settings import Settings
 
-    kafka, settings = kafka_options(bootstrap_servers), Settings.load().topics
+    kafka, settings = kafka_options(bootstrap_servers), settings_of(bootstrap_servers).topics
     if create:
         for name in await topic_admin.create_fixed(kafka, settings):
             typer.echo(f"created {name}")

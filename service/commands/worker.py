@@ -20,7 +20,10 @@ log = logging.getLogger(__name__)
 
 def command(
     config: Annotated[
-        Path | None, typer.Option("--config", "-c", exists=True, dir_okay=False, help="A TOML file.")
+        Path | None,
+        typer.Option(
+            "--config", "-c", envvar="PLAIT_CONFIG", exists=True, dir_okay=False, help="A TOML file."
+        ),
     ] = None,
     bootstrap_servers: Annotated[
         str | None, typer.Option("--bootstrap-servers", "-b", metavar="HOST:PORT[,...]")

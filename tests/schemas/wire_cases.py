@@ -182,6 +182,9 @@ def _valid(cases: Cases) -> None:
     cases.good("token ids", {"request_id": "a", "prompt_token_ids": [0, 1, 2147483647]})
     ids = {"request_id": "a", "prompt_token_ids": list(range(4100))}
     cases.good("a long list of token ids", ids)
+    digest = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
+    reference = {"url": "https://store.example.com/a?b=c", "size": 4, "sha256": digest}
+    cases.good("prompt by reference", {"request_id": "a", "prompt_ref": reference})
     cases.good("unknown fields", BASE | {"later": {"x": [1]}, "sampling": {"later": 1}}, request_of(BASE))
     stop = {**BASE, "sampling": {"stop": "END"}}
     cases.good("stop as text", stop, request_of({**BASE, "sampling": {"stop": ["END"]}}))
@@ -292,6 +295,22 @@ def _refused(cases: Cases) -> None:
         ("text as token id", ["1"], "prompt_token_ids[0]"),
     ):
         cases.bad(name, {"prompt": None, "prompt_token_ids": ids}, field)
+    reference = {"url": "https://h/x", "size": 1, "sha256": "0" * 64}
+    for key, values in {
+        "url": ("", "h/x", "https://", "https://h/a b", "https://h/ä", "https://h/" + "x" * 2048, 7),
+        "size": (0, -1, 2**30 + 1, "1", 1.5),
+        "sha256": ("", "0" * 63, "0" * 65, "A" * 64, 0),
+    }.items():
+        cases.bad(
+            f"reference without {key}",
+            {"prompt": None, "prompt_ref": reference | {key: None}},
+            f"prompt_ref.{key}",
+        )
+        for number, value in enumerate(values):
+            changes = {"prompt": None, "prompt_ref": reference | {key: value}}
+            cases.bad(f"reference, {key} {number}: {value!s:.16}", changes, f"prompt_ref.{key}")
+    cases.bad("reference is text", {"prompt": None, "prompt_ref": "https://h/x"}, "prompt_ref")
+    cases.bad("reference and prompt", {"prompt_ref": reference}, "prompt_ref")
     for key, values in {
         "max_tokens": (0, -1, "5", 1.5),
         "min_tokens": (-1,),

@@ -187,13 +187,13 @@ async def test_what_nobody_can_be_told_is_dead_lettered(value: bytes | None, rea
 async def test_reply_to_headers_name_the_topic_when_the_body_does_not() -> None:
     bench = Bench()
     for name, headers, topic in (
-        ("a", [("reply_to", b"mine")], "mine"),
-        ("b", [("kafka_replyTopic", b"spring")], "spring"),
+        ("a", [("reply_to", b"plait.answers.mine")], "plait.answers.mine"),
+        ("b", [("kafka_replyTopic", b"plait.clients.spring")], "plait.clients.spring"),
     ):
         await bench.serve(body(name), headers)
         assert bench.publisher.sent[-1].topic == topic
-    await bench.serve(body("c", response_topic="body"), [("reply_to", b"header")])
-    assert bench.publisher.sent[-1].topic == "body"
+    await bench.serve(body("c", response_topic="plait.answers.body"), [("reply_to", b"header")])
+    assert bench.publisher.sent[-1].topic == "plait.answers.body"
     (error,) = await bench.serve(body("d"), [("reply_to", b"\xff no topic")])
     assert error.type == "error" and "reply_to" in error.message
     assert bench.publisher.sent[-1].topic == "plait.responses.d"
@@ -201,8 +201,8 @@ async def test_reply_to_headers_name_the_topic_when_the_body_does_not() -> None:
 
 async def test_no_response_topic_means_dead_letter() -> None:
     bench = Bench()
-    bench.topics.missing.add("gone")
-    assert await bench.serve(body(response_topic="gone")) == []
+    bench.topics.missing.add("plait.answers.gone")
+    assert await bench.serve(body(response_topic="plait.answers.gone")) == []
     (letter,) = bench.dead_letters()
     assert b"gone: does not exist" in (dict(letter.headers)["plait-dlq-reason"] or b"")
     await until(lambda: bench.engine.idle)

@@ -1,5 +1,6 @@
 """The documentation names what the code has."""
 
+import re
 from pathlib import Path
 
 from plait.service import names
@@ -15,7 +16,9 @@ def test_every_setting_is_documented_with_its_default() -> None:
         name = section[: section.index("]")]
         for line in section.splitlines():
             if line.startswith("| `"):
-                key, default = (cell.strip().strip("`") for cell in line.split("|")[1:3])
+                key, default = (
+                    cell.strip().strip("`").replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:3]
+                )
                 documented[f"{name}.{key}"] = default
     actual = {
         f"{section}.{key}": ""
