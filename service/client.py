@@ -7,16 +7,18 @@ import contextlib
 import logging
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 from aiokafka import AIOKafkaProducer, TopicPartition
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import (
     KafkaConnectionError,
     KafkaError,
+    NoError,
     TopicAlreadyExistsError,
     UnknownTopicOrPartitionError,
     for_code,
@@ -46,7 +48,9 @@ from plait.schemas import (
 from plait.schemas.codec import pack
 from plait.schemas.names import CONTROL_TOPIC, REQUESTS_TOPIC
 from plait.service import names
+from plait.service.positions import Position
 from plait.service.response_reader import Inbox, ResponseReader
+from plait.service.topics import create
 
 log = logging.getLogger(__name__)
 tracer = trace.get_tracer("plait.client")
@@ -140,6 +144,8 @@ class Client:
             **extra,
         )
         self._reader = ResponseReader(bootstrap_servers, extra)
+        self._positions: dict[str, Position] = {}
+        self._readers: Counter[str] = Counter()  # streams by topic
         self._unended: dict[str, bool] = {}  # submitted here, no end seen; true when cancelled
 
     async def __aenter__(self) -> Self:
@@ -265,20 +271,35 @@ class Client:
             self._reader.close(request_id)
             raise
 
-    async def stream(self, request_id: str, *, timeout_s: float | None = None) -> AsyncIterator[Event]:
+    async def stream(
+        self, request_id: str, *, timeout_s: float | None = None, resume: str | None = None
+    ) -> AsyncIterator[Event]:
         """The events of a request in order, each once, up to and with `done`.
+
+        With `resume`, a token of `position`, only those behind it: also by another client, after a restart.
 
         Raises RequestFailed for an `error` event, TimeoutError when no event comes within `timeout_s` seconds
         (default: the client's), StreamBroken when one is missing for longer than `gap_timeout_s`. A request
-        that this client did not submit is read from the beginning of its topic, so that a stream can be
-        taken up again after a restart of its reader.
+        that this client did not submit is read from the beginning of its topic. Raises ValueError for a token that
+        is none, or another request's.
         """
         limit = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit
-        inbox = await self._find(request_id, deadline)
+        if resume is None:
+            inbox = await self._find(request_id, deadline)
+        else:
+            position = Position.of(resume)
+            if position.request_id != request_id:
+                raise ValueError(f"the resume token is of request {position.request_id}, not {request_id}")
+            self._positions[request_id] = position
+            if position.ended:
+                return
+            inbox = await self._resume(position)
+        topic = position.topic if resume else self.response_topic or response_topic_of(request_id)
+        self._readers[topic] += 1
         try:
             while True:
-                event = await self._next(request_id, inbox, limit)
+                event, self._positions[request_id] = await self._next(request_id, inbox, limit)
                 if isinstance(event, ErrorEvent | DoneEvent):
                     self._unended.pop(request_id, None)
                 if isinstance(event, ErrorEvent):
@@ -288,8 +309,20 @@ class Client:
                     return
         finally:
             self._reader.close(request_id)
-            if self.response_topic is None:
-                self._reader.forget(response_topic_of(request_id))
+            if (last := self._positions.get(request_id)) is not None and last.ended:
+                del self._positions[request_id]
+            self._readers[topic] -= 1
+            if not self._readers[topic]:
+                del self._readers[topic]
+                if topic != self.response_topic:
+                    self._reader.forget(topic)
+
+    def position(self, request_id: str) -> str:
+        """A token for `stream(resume=...)`: behind the event that a stream of this client gave out last.
+
+        Raises KeyError when there was none. Keep it after the event has been dealt with.
+        """
+        return self._positions[request_id].token()
 
     async def generate(
         self, prompt: str | None = None, *, timeout_s: float | None = None, **request: Any
@@ -358,6 +391,10 @@ class Client:
             self._reader.rewind(self.response_topic)
         return inbox
 
+    async def _resume(self, position: Position) -> Inbox:
+        await self._partitions(position.topic)  # that it is there
+        return self._reader.reopen(position)
+
     async def _follow_topic_of(self, request_id: str, deadline: float) -> None:
         topic = response_topic_of(request_id)
         pause = 0.02
@@ -369,7 +406,7 @@ class Client:
             pause = min(2 * pause, 0.5)
         await self._reader.follow(await self._partitions(topic))
 
-    async def _next(self, request_id: str, inbox: Inbox, limit: float) -> Event:
+    async def _next(self, request_id: str, inbox: Inbox, limit: float) -> tuple[Event, Position]:
         deadline = time.monotonic() + limit
         while inbox.events.empty():
             self._reader.check()
@@ -391,11 +428,10 @@ class Client:
         return inbox.events.get_nowait()
 
     async def _make_topic(self, topic: str) -> None:
-        made = NewTopic(topic, 1, 1, topic_configs={"retention.ms": "3600000"})
-        answer = await self._admin.create_topics([made])
-        for name, code, *_ in answer.topic_errors:
-            if code not in (0, TopicAlreadyExistsError.errno):
-                raise for_code(code)(f"could not create the response topic {name}")
+        errors, _ = await create(self._admin, {topic: (1, {"retention.ms": "3600000"})}, -1)
+        for name, (error, _) in errors.items():
+            if error not in (NoError, TopicAlreadyExistsError):
+                raise error(f"could not create the response topic {name}")
 
     async def _partitions(self, topic: str) -> list[TopicPartition]:
         (found,) = await self._admin.describe_topics([topic])

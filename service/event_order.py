@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from plait.schemas import Event, TokensEvent
+
+
+class Forgotten(Exception):
+    """A newer epoch goes back to an event from before this reader's beginning: what it delivered is not known."""
 
 
 class EventOrder:
@@ -12,12 +18,16 @@ class EventOrder:
     begin at an index that was already delivered, when the older worker's event arrived after the new one had
     read the topic: both continue the same tokens, so what was delivered is cut off the newer events.
     Delivered events are numbered 0, 1, 2, ... even then.
+
+    A reader that goes on where an earlier one was gives the wire's `next` index, its `epoch`, and how many events
+    were `delivered`.
     """
 
-    def __init__(self) -> None:
-        self.next = 0
-        self.epoch = -1
-        self._delivered = 0
+    def __init__(self, next: int = 0, epoch: int = -1, delivered: int = 0) -> None:
+        self.next = next
+        self.epoch = epoch
+        self.delivered = delivered
+        self._base = next  # what came before this index is not in `_sizes`
         self._held: dict[int, Event] = {}
         self._sizes: list[tuple[int, int, int]] = []
         self._skip: dict[int, tuple[int, int]] = {}
@@ -27,8 +37,22 @@ class EventOrder:
         """Whether a later event waits for one that is missing."""
         return bool(self._held)
 
+    @property
+    def held(self) -> Iterable[int]:
+        """Indexes of the events that came early."""
+        return self._held.keys()
+
+    @property
+    def cutting(self) -> bool:
+        """Whether something of the events to come was delivered before."""
+        return any(tokens or characters for tokens, characters in self._skip.values())
+
     def add(self, event: Event) -> list[Event]:
-        """Take one event from the topic; returns those that can be delivered now, in order."""
+        """Take one event from the topic; returns those that can be delivered now, in order. Raises Forgotten."""
+        return [ready for ready, _ in self.take(event)]
+
+    def take(self, event: Event) -> list[tuple[Event, int]]:
+        """`add`, with the wire's index that follows each event."""
         if event.epoch < self.epoch:
             return []
         if event.epoch > self.epoch:
@@ -41,17 +65,20 @@ class EventOrder:
             self.next += 1
             fresh = self._cut(following)
             if fresh is not None:
-                ready.append(fresh.model_copy(update={"index": self._delivered}))
-                self._delivered += 1
+                ready.append((fresh.model_copy(update={"index": self.delivered}), self.next))
+                self.delivered += 1
         return ready
 
     def _change_epoch(self, event: Event) -> None:
+        if event.index < self._base:
+            raise Forgotten
         self.epoch = event.epoch
         self._held.clear()
-        for choice, tokens, characters in self._sizes[event.index :]:
+        known = event.index - self._base
+        for choice, tokens, characters in self._sizes[known:]:
             old = self._skip.get(choice, (0, 0))
             self._skip[choice] = (old[0] + tokens, old[1] + characters)
-        del self._sizes[event.index :]
+        del self._sizes[known:]
         self.next = min(self.next, event.index)
 
     def _cut(self, event: Event) -> Event | None:

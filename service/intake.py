@@ -390,6 +390,7 @@ class Intake:
         assignor = type("Sticky", (StickyPartitionAssignor,), {})
         consumer = self._make_consumer(
             **connection(kafka, f"requests-{lane.name}"),
+            group_instance_id=kafka.group_instance_id,
             group_id=self._settings.topics.group_of(lane.topic, kafka.group_id),
             enable_auto_commit=False,
             auto_offset_reset="earliest",

@@ -7,13 +7,14 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaError
 
-from plait.schemas import Event, decode_event, headers
-from plait.service.event_order import EventOrder
+from plait.schemas import DoneEvent, ErrorEvent, Event, decode_event, headers
+from plait.service.event_order import EventOrder, Forgotten
+from plait.service.positions import Position
 
 log = logging.getLogger(__name__)
 _STOP_S = 2.0
@@ -21,20 +22,61 @@ _STOP_S = 2.0
 
 @dataclass(slots=True)
 class Inbox:
-    """What has arrived for one request. `gap_since` is the monotonic time since which an event is missing."""
+    """What has arrived for one request, each event with the position behind it. `gap_since` is the monotonic time
+    since which an event is missing, `start` the offset of the request's first event."""
 
+    request_id: str
     order: EventOrder = field(default_factory=EventOrder)
-    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+    events: asyncio.Queue[tuple[Event, Position]] = field(default_factory=asyncio.Queue)
     gap_since: float | None = None
+    start: int | None = None
+    skip: int = 0  # events that were delivered before they were read again
+    _offsets: dict[int, int] = field(default_factory=dict)  # of events that are not delivered, by index
 
-    def put(self, event: Event) -> None:
+    @classmethod
+    def at(cls, position: Position) -> Self:
+        """An inbox that goes on behind a position."""
+        if position.replay:
+            return cls(position.request_id, skip=position.delivered, start=position.start)
+        order = EventOrder(position.index, position.epoch, position.delivered)
+        return cls(position.request_id, order, start=position.start)
+
+    def put(self, event: Event, tp: TopicPartition, offset: int) -> None:
+        """Raises Forgotten when the events from `start` on are needed again; the inbox is ready for them then."""
         before = self.order.next
-        for ready in self.order.add(event):
-            self.events.put_nowait(ready)
+        if self.start is None:
+            self.start = offset
+        try:
+            ready = self.order.take(event)
+        except Forgotten:
+            self.skip, self.order = self.order.delivered, EventOrder()
+            self._offsets.clear()
+            raise
+        self._offsets.setdefault(event.index, offset)
+        for fresh, following in ready:
+            if fresh.index >= self.skip:
+                # Back to the first of those that came early and are not delivered yet.
+                early = [at for index, at in self._offsets.items() if index >= following]
+                self.events.put_nowait((fresh, self._behind(fresh, following, min([offset + 1, *early]), tp)))
+        self._offsets = {index: at for index, at in self._offsets.items() if index >= self.order.next}
         if not self.order.gap:
             self.gap_since = None
         elif self.gap_since is None or self.order.next != before:
             self.gap_since = time.monotonic()
+
+    def _behind(self, event: Event, following: int, offset: int, tp: TopicPartition) -> Position:
+        return Position(
+            request_id=self.request_id,
+            topic=tp.topic,
+            partition=tp.partition,
+            start=self.start or 0,
+            offset=offset,
+            index=following,
+            epoch=self.order.epoch,
+            delivered=event.index + 1,
+            replay=self.order.cutting,
+            ended=isinstance(event, DoneEvent | ErrorEvent),
+        )
 
 
 class ResponseReader:
@@ -84,7 +126,16 @@ class ResponseReader:
 
     def open(self, request_id: str) -> Inbox:
         """The inbox of a request: the same one until it is closed."""
-        return self._inboxes.setdefault(request_id, Inbox())
+        return self._inboxes.setdefault(request_id, Inbox(request_id))
+
+    def reopen(self, position: Position) -> Inbox:
+        """An inbox for what comes behind a position, and read its partition from there."""
+        inbox = self._inboxes[position.request_id] = Inbox.at(position)
+        self._back(
+            TopicPartition(position.topic, position.partition),
+            position.start if position.replay else position.offset,
+        )
+        return inbox
 
     def close(self, request_id: str) -> None:
         self._inboxes.pop(request_id, None)
@@ -108,6 +159,11 @@ class ResponseReader:
         for partition in self._positions:
             if partition.topic == topic:
                 self._positions[partition] = 0
+        self._move()
+
+    def _back(self, partition: TopicPartition, offset: int) -> None:
+        """Read a partition again from an offset on, if it is not read from before that anyway."""
+        self._positions[partition] = min(offset, self._positions.get(partition, offset))
         self._move()
 
     def _move(self) -> None:
@@ -135,12 +191,17 @@ class ResponseReader:
                 continue
             for partition, records in batches.items():
                 for record in records:
-                    self._dispatch(record)
-                self._positions[partition] = records[-1].offset + 1
+                    self._dispatch(partition, record)
+                    if moves != self._moves:
+                        break
+                else:
+                    self._positions[partition] = records[-1].offset + 1
+                    continue
+                break  # something is to be read again, and so is what is left of this batch
             if not self._positions:
                 await asyncio.sleep(0.05)
 
-    def _dispatch(self, record: ConsumerRecord) -> None:
+    def _dispatch(self, partition: TopicPartition, record: ConsumerRecord) -> None:
         inbox = self._inboxes.get((record.key or b"").decode(errors="replace"))
         if inbox is None or record.value is None:
             return
@@ -152,4 +213,7 @@ class ResponseReader:
                 "skipping an event that cannot be read at %s@%d: %s", record.topic, record.offset, error
             )
             return
-        inbox.put(event)
+        try:
+            inbox.put(event, partition, record.offset)
+        except Forgotten:
+            self._back(partition, inbox.start or 0)

@@ -43,6 +43,7 @@ class KafkaSettings(Section):
 
     bootstrap_servers: str = "127.0.0.1:9092"
     group_id: str = "plait"
+    group_instance_id: str | None = Field(None, min_length=1, max_length=200)  # static membership (KIP-345)
     client_id: str = "plait-worker"
     security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
     sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"] = "PLAIN"

@@ -31,6 +31,7 @@ from plait.service.stream import Services, Stream
 from plait.service.sweeper import Sweeper
 from plait.service.telemetry import make_provider, make_tracer
 from plait.service.topics import Topics
+from plait.service.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ class Worker:
             settings.worker.remember_cancels, settings.worker.remember_cancels_s, self.clock
         )
         checks = {"/livez": self._live, "/readyz": self._is_ready, "/startupz": self._started}
+        self.watchdog = Watchdog(settings.http.stalled_after_s, self._live)
         self.http = Admin(settings.http, self.metrics.registry, checks)
         self._services: Services | None = None
         self._has_started = False
@@ -130,6 +132,7 @@ class Worker:
         if settings.http.enabled:
             await self.http.start()
             log.info("health and metrics at http://%s:%d", settings.http.host, self.http.port)
+        self.watchdog.start()
         self._own_provider = None if self._provider else make_provider(settings.telemetry)
         self._engine_is_ours = not self.engine.ready
         try:
@@ -246,6 +249,7 @@ class Worker:
             await self._quietly("stopping the engine", self.engine.stop())
         if self._own_provider is not None:
             await self._quietly("exporting spans", asyncio.to_thread(self._own_provider.shutdown))
+        await self._quietly("stopping the watchdog", self.watchdog.stop())
         await self._quietly("closing the admin endpoint", self.http.stop())
         log.info("stopped")
 

@@ -232,8 +232,8 @@ class Bench:
         return span
 
 
-async def until(condition: Any) -> None:
+async def until(condition: Any, seconds: float = 10) -> None:
     """Let the event loop run until the condition holds."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 conditions of any kind
             await asyncio.sleep(0.001)
