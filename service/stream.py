@@ -260,9 +260,10 @@ class Stream:
 
     async def _prepare(self, request: Request, created: float) -> list[GenerationRequest]:
         """What the engine is to run; nothing when the request was ended meanwhile. Raises Refused."""
-        self._preparing = asyncio.create_task(
-            self._services.admission.sequences(request, str(self._number), self._arrived, created)
-        )
+        work = self._services.admission.sequences(request, str(self._number), self._arrived, created)
+        if request.prompt_ref is None:
+            return await work
+        self._preparing = asyncio.create_task(work)
         await asyncio.wait([self._preparing])
         return [] if self._preparing.cancelled() else self._preparing.result()
 
