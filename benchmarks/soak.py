@@ -2,7 +2,7 @@
 
 A worker process with a model's engine process (a random tiny model, so that the load is on the pipeline) on an Apache
 Kafka of its own; a client that sends, cancels and leaves streams half-read. Looks every few seconds at the memory of
-both processes, and at the end at the topics, tasks and spans that should be gone. A sixth of the time is for warming up,
+both processes, and at the end at the topics, tasks and spans that should be gone. A sixth of the time is warming up,
 a sixth idle, four sixths under load. Slopes are in MiB per hour, by least squares over the second half of each phase.
 The last line is one JSON object; the exit code is 1 when something leaked.
 """

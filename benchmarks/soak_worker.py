@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import logging
 import signal
 import sys
 
@@ -32,6 +33,7 @@ class OpenSpans(SpanProcessor):
 async def main() -> None:
     spans, provider = OpenSpans(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(spans)
+    logging.getLogger("aiokafka").setLevel(logging.CRITICAL)  # on topics that come and go
     settings = Settings.load()
     worker = Worker(settings, make_engine(settings), provider=provider)
 

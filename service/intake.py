@@ -401,6 +401,7 @@ class Intake:
             rebalance_timeout_ms=max(kafka.session_timeout_ms, 10_000),
             max_poll_interval_ms=kafka.max_poll_interval_ms,
             fetch_max_wait_ms=kafka.fetch_max_wait_ms,
+            metadata_max_age_ms=kafka.metadata_max_age_ms,
             fetch_max_bytes=min(FETCH_MAX_BYTES, self._read_ahead.byte_limit(lane.name)),
         )
         consumer.subscribe([lane.topic], listener=Rebalances(self, consumer))

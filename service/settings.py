@@ -64,6 +64,9 @@ class KafkaSettings(Section):
     heartbeat_interval_ms: int = Field(3_000, ge=100)
     max_poll_interval_ms: int = Field(300_000, ge=1000)
     fetch_max_wait_ms: int = Field(500, ge=1)
+    metadata_max_age_ms: int = Field(
+        30_000, ge=100
+    )  # topics and partitions that come and go are seen after so long
     connect_timeout_s: float = Field(60, ge=0)  # at start; later the worker waits for the broker for ever
     request_timeout_ms: int = Field(40_000, ge=1000)
     # Some brokers refuse commits once a rebalance has begun, and the member with them.

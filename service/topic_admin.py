@@ -11,13 +11,19 @@ from typing import Any
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
-from aiokafka.errors import KafkaConnectionError, UnknownTopicOrPartitionError, for_code
+from aiokafka.errors import (
+    GroupCoordinatorNotAvailableError,
+    KafkaConnectionError,
+    UnknownTopicOrPartitionError,
+    for_code,
+)
 
 from plait.service.client import OWN_PREFIX, BrokersUnreachable
 from plait.service.settings import TopicSettings
 from plait.service.topics import create_own
 
 _LAST_RECORDS_S = 5.0
+_COORDINATOR_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +75,7 @@ async def report(kafka: Mapping[str, Any], settings: TopicSettings, group_id: st
         }
         committed: dict[TopicPartition, Any] = {}
         for lane in settings.all_lanes():
-            committed |= await client.list_consumer_group_offsets(settings.group_of(lane.topic, group_id))
+            committed |= await _committed(client, settings.group_of(lane.topic, group_id))
     everything = [partition for partitions in found.values() for partition in partitions]
     async with AIOKafkaConsumer(**kafka, auto_offset_reset="earliest") as consumer:
         # aiokafka cannot stop a consumer whose tasks have not begun.
@@ -95,6 +101,18 @@ async def report(kafka: Mapping[str, Any], settings: TopicSettings, group_id: st
         )
     order = ("requests", "control", "dead letters", "client", "response")
     return sorted(rows, key=lambda row: (order.index(row.kind), row.name))
+
+
+async def _committed(client: AIOKafkaAdminClient, group_id: str) -> dict[TopicPartition, Any]:
+    """A cluster that has just been made needs a moment to make the topic of its groups."""
+    deadline = time.monotonic() + _COORDINATOR_S
+    while True:
+        try:
+            return await client.list_consumer_group_offsets(group_id)  # type: ignore[no-any-return]
+        except GroupCoordinatorNotAvailableError:
+            if time.monotonic() > deadline:
+                raise
+            await asyncio.sleep(0.2)
 
 
 async def create_fixed(kafka: Mapping[str, Any], settings: TopicSettings) -> list[str]:

@@ -39,7 +39,7 @@ async def test_a_restart_of_a_static_member_disturbs_nobody(kafka: KafkaBroker) 
 async def test_a_requests_topic_that_is_deleted_and_made_again(
     kafka: KafkaBroker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    site = Site(kafka.bootstrap_servers, partitions=2)
+    site = Site(kafka.bootstrap_servers, partitions=2, kafka={"metadata_max_age_ms": 500})
     topic = f"{site.name}.answers"
     async with site.worker(FakeEngine()) as worker:
         await site.produce([request(f"x{i}", response_topic=topic) for i in range(30)])

@@ -144,7 +144,7 @@ def wrong(secure: Secure, endpoint: str) -> dict[str, dict[str, Any]]:
         "password": with_password(secure, "SCRAM-SHA-512") | {"sasl_password": "wrong-pass-8888"},
         "plain": with_password(secure, "PLAIN") | {"sasl_password": "wrong-pass-8888"},
         "token": with_token(secure, endpoint) | {"sasl_oauthbearer_client_secret": "wrong-pass-8888"},
-        "no endpoint": with_token(secure, "http://wrong-pass-8888@127.0.0.1:1/token"),
+        "no endpoint": with_token(secure, "http://127.0.0.1:1/token"),
         "key": with_certificate(secure) | {"ssl_password": "wrong-pass-8888"},
         "no certificate": with_certificate(secure) | {"ssl_certfile": None, "ssl_keyfile": None},
         "authority": with_password(secure, "PLAIN")
