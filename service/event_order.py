@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from plait.schemas import Event, TokensEvent
 
 
@@ -38,21 +36,16 @@ class EventOrder:
         return bool(self._held)
 
     @property
-    def held(self) -> Iterable[int]:
-        """Indexes of the events that came early."""
-        return self._held.keys()
-
-    @property
-    def cutting(self) -> bool:
-        """Whether something of the events to come was delivered before."""
+    def _cutting(self) -> bool:
         return any(tokens or characters for tokens, characters in self._skip.values())
 
     def add(self, event: Event) -> list[Event]:
         """Take one event from the topic; returns those that can be delivered now, in order. Raises Forgotten."""
-        return [ready for ready, _ in self.take(event)]
+        return [ready for ready, _, _ in self.take(event)]
 
-    def take(self, event: Event) -> list[tuple[Event, int]]:
-        """`add`, with the wire's index that follows each event."""
+    def take(self, event: Event) -> list[tuple[Event, int, bool]]:
+        """`add`; with each event the wire's index that follows it, and whether something of what follows was delivered
+        before."""
         if event.epoch < self.epoch:
             return []
         if event.epoch > self.epoch:
@@ -65,7 +58,7 @@ class EventOrder:
             self.next += 1
             fresh = self._cut(following)
             if fresh is not None:
-                ready.append((fresh.model_copy(update={"index": self.delivered}), self.next))
+                ready.append((fresh.model_copy(update={"index": self.delivered}), self.next, self._cutting))
                 self.delivered += 1
         return ready
 

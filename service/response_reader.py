@@ -53,18 +53,21 @@ class Inbox:
             self._offsets.clear()
             raise
         self._offsets.setdefault(event.index, offset)
-        for fresh, following in ready:
+        for fresh, following, cutting in ready:
             if fresh.index >= self.skip:
                 # Back to the first of those that came early and are not delivered yet.
                 early = [at for index, at in self._offsets.items() if index >= following]
-                self.events.put_nowait((fresh, self._behind(fresh, following, min([offset + 1, *early]), tp)))
+                at = min([offset + 1, *early])
+                self.events.put_nowait((fresh, self._behind(fresh, following, at, cutting, tp)))
         self._offsets = {index: at for index, at in self._offsets.items() if index >= self.order.next}
         if not self.order.gap:
             self.gap_since = None
         elif self.gap_since is None or self.order.next != before:
             self.gap_since = time.monotonic()
 
-    def _behind(self, event: Event, following: int, offset: int, tp: TopicPartition) -> Position:
+    def _behind(
+        self, event: Event, following: int, offset: int, replay: bool, tp: TopicPartition
+    ) -> Position:
         return Position(
             request_id=self.request_id,
             topic=tp.topic,
@@ -74,7 +77,7 @@ class Inbox:
             index=following,
             epoch=self.order.epoch,
             delivered=event.index + 1,
-            replay=self.order.cutting,
+            replay=replay,
             ended=isinstance(event, DoneEvent | ErrorEvent),
         )
 

@@ -1,4 +1,4 @@
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from plait.schemas import TokensEvent
@@ -63,6 +63,7 @@ def deliveries(draw):
             return text, log
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(deliveries(), st.sets(st.integers(0, 40)))
 def test_no_gap_and_no_duplicate_whoever_published(delivery, again):
     text, log = delivery

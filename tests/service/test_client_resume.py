@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from aiokafka import TopicPartition
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_client import collect, done, scripted, text_of, tokens
 from test_client_order import event
@@ -58,7 +58,7 @@ def logs(draw: Any) -> list[Event]:
     return log
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 @given(logs(), st.data())
 def test_going_on_gives_what_reading_on_would_have_given(log: list[Event], data: Any) -> None:
     whole = read_all(log, Inbox("r"))
