@@ -116,7 +116,7 @@ class TopicSettings(Section):
     create: bool = True  # the requests, control and dead-letter topics, where they are missing
     create_named_responses: bool = True  # a response topic that a request names, where it is missing
     # Which topics a request may name, as a regular expression for the whole name.
-    named_responses: str = r"plait\.(clients|answers)\..+"
+    named_responses: str = "plait[.](clients|answers)[.].+"
     request_partitions: int = Field(8, ge=1)
     replication_factor: int = Field(-1, ge=-1)  # -1: the broker's default
     response_ttl_s: float = Field(600, gt=0)  # after the terminal event

@@ -65,7 +65,7 @@ class Site:
             "control": f"{self.name}.control",
             "dlq": f"{self.name}.dlq",
             "request_partitions": partitions,
-            "named_responses": rf"(plait\.clients|{self.name})\..+",
+            "named_responses": f"(plait[.]clients|{self.name})[.].+",
         }
         self.settings = Settings.load(
             kafka=kafka | sections.get("kafka", {}),

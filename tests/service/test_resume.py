@@ -72,10 +72,10 @@ async def test_a_first_delivery_reads_nothing_and_neither_does_a_topic_that_was_
 
 async def test_shared_topics_are_asked_from_the_time_of_the_request_on() -> None:
     bench = Bench()
-    bench.topics.old.add("shared")
-    await again(bench, body(response_topic="shared"), [], timestamp=1_234_567)
+    bench.topics.old.add("plait.answers.shared")
+    await again(bench, body(response_topic="plait.answers.shared"), [], timestamp=1_234_567)
     await again(bench, body(request_id="r2"), [])
-    assert bench.lookup.asked == [("shared", "r1", 1_234_567), ("plait.responses.r2", "r2", None)]
+    assert bench.lookup.asked == [("plait.answers.shared", "r1", 1_234_567), ("plait.responses.r2", "r2", None)]
 
 
 async def test_an_event_that_was_cut_in_two_and_published_half() -> None:
