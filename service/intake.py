@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, TopicPartition
 from aiokafka.coordinator.assignors.sticky.sticky_assignor import StickyPartitionAssignor
 from aiokafka.errors import ConsumerStoppedError, KafkaError
 
-from plait.service import handover
+from plait.service import handover, positioning
 from plait.service.clock import Clock
 from plait.service.commits import COMMIT_TIMEOUT_S, Commits
 from plait.service.kafka import connection, say, step
@@ -99,6 +100,9 @@ class Intake:
                 self._balance()
                 batch = await (self._poll_carefully() if self._careful else self._poll())
                 failed = 0
+            except positioning.Astray as error:
+                await self._find_position(error)
+                continue
             except (KafkaError, ConsumerStoppedError, OSError) as error:
                 failed += 1
                 log.warning("reading requests, trying again: %s", say(error))
@@ -110,6 +114,38 @@ class Intake:
             self._polled = self._clock.monotonic()
             for tp, records in batch.items():
                 await self._take_all(tp, records)
+
+    async def _find_position(self, error: Exception) -> None:
+        """Raises positioning.OutOfRange when the policy is to fail."""
+        try:
+            policy = self._settings.kafka.on_out_of_range
+            found = await positioning.find(self._consumer, error, policy, self._metrics)
+        except (KafkaError, OSError) as second:
+            log.warning("looking for the position to read from, trying again: %s", say(second))
+            await asyncio.sleep(RETRY_BACKOFF_S)
+            return
+        for tp, offset in found.items():
+            partition = self._partitions.get(tp)
+            if partition is not None and offset < (partition.tracker.next or 0):
+                self._begin_anew(partition)  # another log, whose offsets say nothing of those delivered
+            if self._consumer._subscription.is_assigned(tp):
+                self._consumer.seek(tp, offset)
+
+    def _begin_anew(self, partition: Partition) -> None:
+        """What is in flight is still answered: its records are gone, and nobody else will."""
+        if partition.channel is not None:
+            self._reclaim(partition)
+            return
+        self._finish_orphans(partition)
+        fresh = self._partitions[partition.topic_partition] = Partition(
+            partition.topic_partition, partition.epoch
+        )
+        self._spawn(self._take_over([fresh]), "plait-take-over")
+
+    def _finish_orphans(self, partition: Partition) -> None:
+        """Also start what waits for a commit that will not come."""
+        partition.reach = sys.maxsize
+        self._start(partition)
 
     async def _poll(self) -> dict[TopicPartition, list[Any]]:
         free = self._consumer.assignment() - self._held
@@ -223,8 +259,12 @@ class Intake:
                 self._forget_waiting(kept)  # it comes again, as all that is not committed
             now[partition] = kept or Partition(partition, generation)
         self._set_partitions(now)
-        for lost in before.values():
-            self._lose(lost)
+        for tp, lost in before.items():
+            if self._consumer.partitions_for_topic(tp.topic) is None:
+                log.error("%s is gone: %d of its requests are in flight", tp.topic, len(lost.leases))
+                self._finish_orphans(lost)
+            else:
+                self._lose(lost)
         self._membership.settled(coordinator)
         if new := [p for p in now.values() if not p.is_open and not p.is_opening]:
             self._spawn(self._take_over(new), "plait-take-over")
@@ -263,7 +303,8 @@ class Intake:
                 if self._transactional:
                     # What aiokafka took for committed may have been from before the last owner was fenced.
                     self._forget_waiting(partition)
-                    offset = found.begin if found.committed is None else found.committed
+                    known = found.committed is not None and found.begin <= found.committed <= found.end
+                    offset = (found.committed if known else None) or found.begin
                     self._consumer.seek(partition.topic_partition, offset)
                 self._start(partition)
         self._balance()
@@ -393,7 +434,7 @@ class Intake:
             group_instance_id=kafka.group_instance_id,
             group_id=self._settings.topics.group_of(lane.topic, kafka.group_id),
             enable_auto_commit=False,
-            auto_offset_reset="earliest",
+            auto_offset_reset="none",  # see positioning.py
             isolation_level="read_committed",
             partition_assignment_strategy=(assignor,),
             session_timeout_ms=kafka.session_timeout_ms,

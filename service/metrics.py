@@ -44,6 +44,7 @@ class Metrics:
         self.assigned = gauge(names.ASSIGNED, "Partitions assigned", "lane")
         self.lag = gauge(names.LAG, "Records behind the end of the partition", "topic", "partition")
         self.commits = counter(names.COMMITS, "Offset commits", "result")
+        self.out_of_range = counter(names.OUT_OF_RANGE, "Positions that were not there", "policy")
         self.rebalances = counter(names.REBALANCES, "Assignments received")
         self.dead_letters = counter(names.DEAD_LETTERS, "Messages in the dead-letter topic", "reason")
         self.events = counter(names.EVENTS, "Events handed to the producer", "type")

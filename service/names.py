@@ -87,6 +87,7 @@ PAUSED = "plait_paused_partitions"  # not read at the moment because enough is i
 ASSIGNED = "plait_assigned_partitions"  # that this worker reads, by lane
 LAG = "plait_consumer_lag"  # records behind the last one known at the broker, by partition
 COMMITS = "plait_commits_total"  # offset commits, by result: ok, dropped, failed
+OUT_OF_RANGE = "plait_out_of_range_total"  # positions that were not in the log any more, by what was done
 REBALANCES = "plait_rebalances_total"  # assignments received
 DEAD_LETTERS = "plait_dead_letters_total"  # messages put into the dead-letter topic, by reason
 EVENTS = "plait_events_total"  # events handed to the producer, by type

@@ -69,6 +69,9 @@ class KafkaSettings(Section):
     )  # topics and partitions that come and go are seen after so long
     connect_timeout_s: float = Field(60, ge=0)  # at start; later the worker waits for the broker for ever
     request_timeout_ms: int = Field(40_000, ge=1000)
+    on_out_of_range: Literal["earliest", "latest", "fail"] = (
+        "earliest"  # the offset to read is not there any more
+    )
     # Some brokers refuse commits once a rebalance has begun, and the member with them.
     commit_on_revoke: bool = True
     _tokens: Any = PrivateAttr(None)  # of service/kafka.py: one for all clients

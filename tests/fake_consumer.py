@@ -35,6 +35,7 @@ class FakeConsumer:
         self.committed_errors: list[Exception] = []
         self.polls = 0
         self.stopped = False
+        self.topic_gone = False
         self.reassignment_in_progress = False
         self.member_id, self.generation = "m1", 0
         self._paused: set[TopicPartition] = set()
@@ -55,6 +56,9 @@ class FakeConsumer:
 
     def is_assigned(self, tp: TopicPartition) -> bool:
         return tp in self.at
+
+    def partitions_for_topic(self, topic: str) -> set[int] | None:
+        return None if self.topic_gone else {0, 1}
 
     def paused(self) -> set[TopicPartition]:
         return set(self._paused)

@@ -1,9 +1,15 @@
 """Restarts that the group does not notice, and topics that are deleted, made anew or cut off below a reader."""
 
+import asyncio
+
 import pytest
+from aiokafka import TopicPartition
+from confluent_kafka import TopicPartition as ForeignPartition
+from confluent_kafka.admin import AdminClient
 
 from fakes import FakeEngine
 from kafka_broker import KafkaBroker
+from plait.service.worker import Worker, WorkerFailed
 from service_bench import until
 from worker_harness import Site, assert_answered_once, request
 
@@ -50,6 +56,55 @@ async def test_a_requests_topic_that_is_deleted_and_made_again(
         await site.produce([request(f"y{i}", response_topic=topic) for i in range(10)])
         answers = await site.answers([topic], 40)
         assert worker._failure is None
+    assert all(assert_answered_once(events).type == "done" for events in answers.values())
+
+
+@pytest.mark.parametrize(("policy", "answered"), [("earliest", 7), ("latest", 2), ("fail", 0)])
+async def test_requests_that_were_removed_before_they_were_read(
+    kafka: KafkaBroker, caplog: pytest.LogCaptureFixture, policy: str, answered: int
+) -> None:
+    site = Site(kafka.bootstrap_servers, partitions=1, kafka={"on_out_of_range": policy})
+    topic = f"{site.name}.answers"
+    async with site.worker():
+        await site.produce([request("first", response_topic=topic)])
+        await site.answers([topic], 1)
+    await site.produce([request(f"x{i}", response_topic=topic) for i in range(20)])
+    await asyncio.to_thread(remove_before, site, 16)
+    if policy == "fail":
+        with pytest.raises(WorkerFailed, match=r"offset 1 is out of range, the log holds 16 to 21"):
+            await Worker(site.settings, FakeEngine()).run()
+        return
+    async with site.worker() as worker:
+        await until(lambda: "15 requests were never read" in caplog.text)
+        requests = TopicPartition(site.topics.requests, 0)
+        async with asyncio.timeout(30):
+            while await worker.intake._consumer.position(requests) < 21:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        await site.produce([request("last", response_topic=topic)])
+        answers = await site.answers([topic], answered)
+        assert worker.metrics.out_of_range.labels(policy=policy)._value.get() == 1
+    kept = {f"x{i}" for i in range(15, 20)} if policy == "earliest" else set()
+    assert set(answers) == {"first", "last"} | kept
+
+
+def remove_before(site: Site, offset: int) -> None:
+    admin = AdminClient({"bootstrap.servers": site.bootstrap_servers})
+    for done in admin.delete_records([ForeignPartition(site.topics.requests, 0, offset)]).values():
+        done.result(30)
+
+
+async def test_requests_of_a_deleted_topic_are_answered(kafka: KafkaBroker) -> None:
+    site = Site(kafka.bootstrap_servers, partitions=1, kafka={"metadata_max_age_ms": 500})
+    topic = f"{site.name}.answers"
+    engine = FakeEngine()
+    async with site.worker(engine) as worker:
+        engine.hold()
+        await site.produce([request(f"x{i}", response_topic=topic) for i in range(5)])
+        await until(lambda: len(engine.submitted) == 5)
+        await site.delete(site.topics.requests)
+        await until(lambda: not worker.intake._partitions, seconds=30)
+        engine.release()
+        answers = await site.answers([topic], 5)
     assert all(assert_answered_once(events).type == "done" for events in answers.values())
 
 

@@ -84,6 +84,7 @@ def test_every_command_takes_the_security_settings_of_the_environment(
     monkeypatch.setattr("plait.service.token_count.counter", lambda *_: (len, ""))
     monkeypatch.setenv("PLAIT_KAFKA_SECURITY_PROTOCOL", "SASL_PLAINTEXT")
     monkeypatch.setenv("PLAIT_KAFKA_SASL_USERNAME", "someone")
+    monkeypatch.setenv("PLAIT_KAFKA_SASL_PASSWORD", "secret")
     assert run([*command, "-b", "127.0.0.1:1"]) == 1
     assert given["kafka"]["security_protocol"] == "SASL_PLAINTEXT"
     assert given["kafka"]["sasl_plain_username"] == "someone"

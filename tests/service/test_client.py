@@ -204,7 +204,7 @@ async def test_a_reader_that_has_died_says_so(embedded_broker, monkeypatch):
         request_id = await client.submit("x")
         request = await worker.request()
 
-        def broken(record):
+        def broken(partition, record):
             raise RuntimeError("bug")
 
         monkeypatch.setattr(client._reader, "_dispatch", broken)

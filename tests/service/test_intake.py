@@ -5,7 +5,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from aiokafka.errors import CommitFailedError, KafkaConnectionError, RequestTimedOutError
+from aiokafka.errors import (
+    CommitFailedError,
+    KafkaConnectionError,
+    OffsetOutOfRangeError,
+    RequestTimedOutError,
+)
 from aiokafka.structs import ConsumerRecord
 
 from fake_consumer import P0, P1, POISON, Harness
@@ -301,6 +306,56 @@ async def test_a_record_that_cannot_be_decoded_costs_no_other(
     h.consumer.log[P1] += [POISON]
     h.consumer.produce(P0, 1)
     await until(lambda: len(h.taken) == 8)
+
+
+async def test_another_log_under_the_same_name_is_read_from_its_beginning(
+    harness: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def find(*_: Any) -> dict[TopicPartition, int]:
+        return {P0: 0}
+
+    monkeypatch.setattr(intake_module.positioning, "find", find)
+    h = harness()
+    await h.intake.assigned.wait()
+    h.consumer.produce(P0, 3)
+    await until(lambda: len(h.taken) == 3)
+    h.consumer.log[P0] = []
+    h.consumer.produce(P0, 2)
+    h.consumer.poll_errors = [OffsetOutOfRangeError({P0: 3})]
+    await until(lambda: len(h.taken) == 5)
+    assert h.lost == [], "what was in flight is answered"
+    h.finish(0, 1, 2)
+    await h.polls(5)
+    assert h.consumer.last_commit(P0) == 0, "its offsets are not those of the new log"
+    h.finish(3, 4)
+    await until(lambda: h.consumer.last_commit(P0) == 2)
+
+
+async def test_requests_of_a_topic_that_is_gone_are_not_given_up(harness: Any) -> None:
+    h = harness()
+    await h.intake.assigned.wait()
+    h.consumer.produce(P0, 3)
+    await until(lambda: len(h.taken) == 3)
+    h.consumer.topic_gone = True
+    await h.consumer.rebalance(set())
+    assert h.lost == [] and h.intake.in_flight == 3
+    h.finish(0, 1, 2)
+    assert h.intake.in_flight == 0
+
+
+async def test_a_position_that_is_not_there_can_be_a_reason_to_fail(
+    harness: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def find(*_: Any) -> dict[TopicPartition, int]:
+        raise intake_module.positioning.OutOfRange("offset 3 is out of range")
+
+    monkeypatch.setattr(intake_module.positioning, "find", find)
+    h = harness()
+    await h.intake.assigned.wait()
+    h.consumer.poll_errors = [OffsetOutOfRangeError({P0: 3})]
+    with pytest.raises(intake_module.positioning.OutOfRange, match="offset 3"):
+        await asyncio.wait_for(asyncio.shield(h.task), 10)
+    h.task = asyncio.create_task(asyncio.sleep(0))
 
 
 async def test_a_lost_partition_has_no_lag(harness: Any) -> None:

@@ -75,7 +75,10 @@ async def test_shared_topics_are_asked_from_the_time_of_the_request_on() -> None
     bench.topics.old.add("plait.answers.shared")
     await again(bench, body(response_topic="plait.answers.shared"), [], timestamp=1_234_567)
     await again(bench, body(request_id="r2"), [])
-    assert bench.lookup.asked == [("plait.answers.shared", "r1", 1_234_567), ("plait.responses.r2", "r2", None)]
+    assert bench.lookup.asked == [
+        ("plait.answers.shared", "r1", 1_234_567),
+        ("plait.responses.r2", "r2", None),
+    ]
 
 
 async def test_an_event_that_was_cut_in_two_and_published_half() -> None:
