@@ -311,7 +311,7 @@ async def test_a_record_that_cannot_be_decoded_costs_no_other(
 async def test_another_log_under_the_same_name_is_read_from_its_beginning(
     harness: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def find(*_: Any) -> dict[TopicPartition, int]:
+    async def find(*_: Any) -> dict[Any, int]:
         return {P0: 0}
 
     monkeypatch.setattr(intake_module.positioning, "find", find)
@@ -346,7 +346,7 @@ async def test_requests_of_a_topic_that_is_gone_are_not_given_up(harness: Any) -
 async def test_a_position_that_is_not_there_can_be_a_reason_to_fail(
     harness: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def find(*_: Any) -> dict[TopicPartition, int]:
+    async def find(*_: Any) -> dict[Any, int]:
         raise intake_module.positioning.OutOfRange("offset 3 is out of range")
 
     monkeypatch.setattr(intake_module.positioning, "find", find)
