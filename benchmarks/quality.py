@@ -1,8 +1,8 @@
 """What a dtype costs in quality: `python -m benchmarks.quality` prints perplexities and the times of decodes.
 
-The text is that of the 64 prompts of the workload (English documentation and licences); all tokens but the first of each
-are predicted from those before them, through the engine's own runner, one decode an iteration. transformers in float32
-is there to compare with. The last line is one JSON object.
+The text is that of the 64 prompts of the workload (English documentation and licences); all tokens but the first of
+each are predicted from those before them, through the engine's own runner, one decode an iteration. transformers in
+float32 is there to compare with. The last line is one JSON object.
 """
 
 from __future__ import annotations

@@ -8,14 +8,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from plait.engine.attention import NAME, Unsupported
 from plait.engine.config import EngineConfig
-from plait.engine.models import resolve
+from plait.engine.models import keep, narrowed, resolve
 
 
 def load(config: EngineConfig) -> nn.Module:
     """The model in evaluation mode. Raises Unsupported or ModelUnavailable with a message for the user."""
-    path = resolve(config.model)
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
+    path = resolve(config.model)
+    narrow = narrowed(path, str(dtype).removeprefix("torch."))
+    if narrow and narrow.is_dir():
+        path, narrow = narrow, None
     try:
         described = AutoConfig.from_pretrained(path)
         if getattr(described, "is_encoder_decoder", False):
@@ -32,6 +35,8 @@ def load(config: EngineConfig) -> nn.Module:
         if isinstance(error, KeyError) and error.args == (NAME,):
             why = "its attention does not go through transformers' AttentionInterface"
         raise Unsupported(f"{config.model} cannot be loaded: {why}") from error
+    if narrow:
+        keep(narrow, model.save_pretrained)
     return model.eval().requires_grad_(False)
 
 

@@ -158,6 +158,46 @@ def test_a_changed_file_is_converted_again(monkeypatch: pytest.MonkeyPatch, tmp_
     assert (resolve(str(gguf), tmp_path) / "config.json").read_bytes() == b"other"
 
 
+def test_a_converted_model_is_kept_in_the_dtype_it_is_run_in(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import torch
+
+    from plait.engine.config import EngineConfig
+    from plait.engine.loader import load
+    from tiny_models import save_tiny_llama
+
+    monkeypatch.setenv("PLAIT_CACHE", str(tmp_path))
+    monkeypatch.setattr(models, "run_converter", lambda gguf, part: save_tiny_llama(part))
+    gguf = tmp_path / "tiny.gguf"
+    gguf.write_bytes(b"one")
+    config = EngineConfig(model=str(gguf), dtype="bfloat16")
+    first = load(config).state_dict()
+    wide = resolve(str(gguf))
+    narrow = models.narrowed(wide, "bfloat16")
+    assert (
+        narrow
+        and (narrow / "model.safetensors").stat().st_size < 0.6 * (wide / "model.safetensors").stat().st_size
+    )
+    (wide / "model.safetensors").unlink()
+    second = load(config).state_dict()
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert models.narrowed(wide, "float32") is None and models.narrowed(narrow, "bfloat16") is None
+    assert models.narrowed(tmp_path, "bfloat16") is None, "a directory of the user's own"
+
+
+def test_a_cache_that_cannot_be_written_to_is_said_and_no_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(part: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    models.keep(tmp_path / "kept", full)
+    assert "No space left" in caplog.text
+    assert not (tmp_path / "kept").exists()
+
+
 def test_finding_a_model_imports_no_torch() -> None:
     code = (
         "import sys, plait.engine.models; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
