@@ -1,8 +1,8 @@
-"""How many prompt tokens an iteration may compute, so that those that decode keep their time per token."""
+"""What an iteration may take on, so that those that decode keep their time per token."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from math import inf
 
 from plait.engine.sequence import Sequence
@@ -10,42 +10,66 @@ from plait.engine.time_model import Load, TimeModel
 
 HASTE = 0.8
 """Share of the slack that is planned for."""
-
-
-def slack(seq: Sequence, now: float) -> float:
-    """Seconds until its next token is due, by the average that was asked for since its first one."""
-    slo, first = seq.slo, seq.timeline.first_token
-    if slo.per_token is None or first is None:
-        return inf
-    return first + slo.per_token * seq.output_len - now
+LOST = 20
+"""So many tokens late, a sequence is not expected to catch up, and nobody waits for it."""
+MAX_SKIPS = 3
+"""Iterations in a row that may go by without a decode."""
 
 
 class Pace:
     """The adaptive token budget: an iteration should end before the first of its decodes is late.
 
-    An objective is an average, so one that has been served faster than it asked for can wait through a larger prompt.
-    One that is so late that it cannot catch up is not waited for. `floor` prompt tokens are always allowed, or
-    decodes could keep prompts out for ever (sglang#34554).
+    An objective is an average since the first token, so a sequence that was served faster than it asked for can wait
+    through a larger prompt, or through an iteration without it. `floor` prompt tokens are always allowed, or decodes
+    could keep prompts out for ever (sglang#34554, mlxcel#1013).
     """
 
     def __init__(self, times: TimeModel, floor: int):
         self.times = times
         self.floor = floor
+        self.limit = inf
 
-    def prompt_tokens(self, decoding: Iterable[Sequence], load: Load, now: float) -> float:
-        """Prompt tokens that fit beside these decodes."""
-        tightest = inf
+    def leave_out(
+        self, decoding: list[Sequence], now: float, must: Callable[[Sequence], bool]
+    ) -> set[Sequence]:
+        """Decodes that this iteration goes without, those with the most slack, so that it ends in time for the others.
+
+        Sets `limit`, the seconds the iteration may take. None is left out for which `must` holds.
+        """
+        tightest, self.limit = inf, inf
         for seq in decoding:
-            per_token = seq.slo.per_token
-            if per_token is not None and seq.timeline.first_token is not None:
-                left = seq.timeline.first_token + per_token * seq.output_len - now
-                if left < tightest and left > -LOST * per_token:
-                    tightest = left
+            if seq.slo.per_token is not None and (left := _slack(seq, now)) < tightest:
+                tightest = left
+                # Late already: half the time that was asked for, to catch up.
+                self.limit = HASTE * max(left, seq.slo.per_token / 2)
         if tightest == inf:
+            return set()
+        kv = sum(seq.computed for seq in decoding)
+        excess = self.times.predict(0, len(decoding), kv) - self.limit
+        if excess <= 0:
+            return set()
+        fixed = self.times.predict(0, 0, 0)
+        left_out: set[Sequence] = set()
+        for seq in sorted(decoding, key=lambda s: _slack(s, now), reverse=True):
+            if excess <= 0:
+                break
+            if seq.skipped < MAX_SKIPS and _slack(seq, now) > self.limit / HASTE and not must(seq):
+                left_out.add(seq)
+                excess -= self.times.predict(0, 1, seq.computed) - fixed
+        return left_out
+
+    def prompt_tokens(self, load: Load) -> float:
+        """Prompt tokens that fit beside these decodes."""
+        if self.limit == inf:
             return inf
-        spare = HASTE * tightest - self.times.predict(0, load.decodes, load.kv)
+        spare = self.limit - self.times.predict(0, load.decodes, load.kv)
         return max(self.floor, spare / self.times.per_prompt_token)
 
 
-LOST = 20
-"""So many tokens late, it is not expected to catch up."""
+def _slack(seq: Sequence, now: float) -> float:
+    """Seconds until its next token is due; infinity where nothing was asked or nothing can be saved."""
+    per_token, first = seq.slo.per_token, seq.timeline.first_token
+    if per_token is None or first is None:
+        return inf
+    left = first + per_token * (len(seq.tokens) - seq.prompt_len) - now
+    return left if left > -LOST * per_token else inf

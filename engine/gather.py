@@ -22,7 +22,7 @@ class Gate:
         self.continuous = config.batching == "continuous"
         self.size = config.max_running
         window = config.batch_window_ms / 1000
-        self.window = config.max_wait_seconds if config.batching == "static" else window
+        self.window = min(inf if config.batching == "static" else window, config.max_wait_seconds)
         self.places = 0.0
 
     def open(self, running: int, waiting: int, oldest: float, now: float) -> None:

@@ -112,10 +112,11 @@ class KvCache:
     def grow(self, seq: Sequence) -> bool:
         """Blocks for the tokens that a sequence got since; False, and nothing, when there are too few."""
         missing = self.blocks.needed(len(seq.blocks), len(seq.tokens))
+        if not missing:
+            return True
         if missing > self.blocks.available:
             return False
-        if missing:
-            seq.blocks += self.store.allocate(missing)
+        seq.blocks += self.store.allocate(missing)
         return True
 
     def written(self, chunks: Iterable[Chunk]) -> None:

@@ -8,7 +8,7 @@ chunked prefill as in Sarathi-Serve, OSDI 2024).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import count
 from math import inf
 
@@ -99,44 +99,49 @@ class Scheduler:
         now = self.clock()
         self._chosen, self.admitted = {}, []
         self._budget = self.token_budget
-        before, short = self.preemptions, False
-        prompts: list[Sequence] = []
+        before = self.preemptions
+        decoding, prompts = [], []
+        for seq in self.running:
+            (decoding if len(seq.tokens) - seq.computed == 1 else prompts).append(seq)
+        left_out = self.pace.leave_out(decoding, now, lambda seq: self._first_class(seq, now))
         # Decodes first: one token each always fits, and their time per token is what users watch.
-        for seq in list(self.running):
-            if seq.remaining > 1:
-                prompts.append(seq)
-            elif seq.status is Status.RUNNING:
-                if self._grow(seq, now):
-                    self._choose(seq, 1)
-                else:
-                    self._budget -= 1  # its place is kept: prompts that begin now go on beside it later
-                    short = True
+        short = self._decode([seq for seq in decoding if seq not in left_out] if left_out else decoding, now)
+        if left_out and not self._chosen:
+            short = self._decode(left_out, now)
+        for seq in left_out:
+            if seq not in self._chosen:
+                seq.skipped += 1
+                self._budget -= 1
         decoding = list(self._chosen)
         decodes = Load(0, len(decoding), sum(seq.computed for seq in decoding))
         # A prompt that has begun goes on in every iteration, by a block at least.
         for seq in prompts:
             if seq.status is Status.RUNNING:
                 self._choose(seq, min(seq.remaining, self.block_size))
-        allowed = self.pace.prompt_tokens(decoding, decodes, now)
-        self._budget = int(min(self._budget, allowed))
+        self._budget = int(min(self._budget, self.pace.prompt_tokens(decodes)))
         self._fill(prompts, now, join=self.preemptions == before and not short)
         return self._settle()
+
+    def _decode(self, seqs: Iterable[Sequence], now: float) -> bool:
+        """A token for each. Says whether memory was short for one."""
+        short = False
+        for seq in seqs:
+            if seq.status is not Status.RUNNING:
+                continue
+            if self._grow(seq, now):
+                self._chosen[seq] = Chunk(seq, 1)
+                seq.skipped = 0
+            else:
+                short = True
+            self._budget -= 1  # also where it gets none: what begins now goes on beside it later
+        return short
 
     def _settle(self) -> list[Chunk]:
         ready = [c for c in self._chosen.values() if c.seq.arriving is None or self.kv.ready(c.seq)]
         # When all are still being copied in, the iteration waits for them.
         chunks = sorted(ready or self._chosen.values(), key=lambda c: c.count > 1)
-        prefill = decodes = kv = 0
-        pairs = 0.0
-        for chunk in chunks:
-            if chunk.count == 1:
-                decodes += 1
-                kv += chunk.seq.computed
-            else:
-                prefill += chunk.count
-                pairs += chunk.count * (chunk.seq.computed + chunk.count / 2)
-        self.load = Load(prefill, decodes, kv, pairs)
-        self.outlook.decodes = Load(0, decodes, kv)
+        self.load = Load.of(chunks)
+        self.outlook.decodes = self.load._replace(prefill=0, pairs=0.0)
         return chunks
 
     def _choose(self, seq: Sequence, count: int) -> None:
@@ -155,26 +160,28 @@ class Scheduler:
         """Give what is left of the budget to prompts in order of rank, those that run and those that wait."""
         ranked = sorted(prompts, key=lambda seq: self._rank(seq, now), reverse=True)
         long_limit = self.config.long_share * self.token_budget
-        if join and len(self.waiting):
+        if len(self.waiting):
             self.gate.open(len(self.running), len(self.waiting), self.waiting.oldest().timeline.arrived, now)
-        head = self._next(now) if join else None
+        head = self._next(now, join)
         while (ranked or head) and (self._budget > 0 or (head and self._first_class(head, now))):
             if head and not (ranked and self._rank(ranked[-1], now) < self._rank(head, now)):
-                head = self._next(now) if self._join(head, now) else None
+                head = self._next(now, join) if self._join(head, now) else None
             elif (seq := ranked.pop()) in self._chosen:
                 self._widen(seq, long_limit if seq.long else inf)
         for seq in [*prompts, *self.admitted]:
             if seq.long and seq in self._chosen:
                 self._widen(seq)
 
-    def _next(self, now: float) -> Sequence | None:
-        """The first of those that wait, if one may join now."""
+    def _next(self, now: float, join: bool) -> Sequence | None:
+        """The first of those that wait, if one may join now; without `join`, only of the first class."""
         if self.gate.places < 1:
             return None
         oldest, privileged = self.waiting.oldest(), self.waiting.privileged()
         if oldest and now - oldest.timeline.arrived >= self.config.max_wait_seconds:
             return oldest
-        return privileged or self.waiting.first(now, with_long=self._long < self.max_long)
+        if privileged or not join:
+            return privileged
+        return self.waiting.first(now, with_long=self._long < self.max_long)
 
     def _join(self, seq: Sequence, now: float) -> bool:
         """Seat and memory for one that waits, at the cost of less urgent ones that run; False when there is none."""
@@ -209,7 +216,8 @@ class Scheduler:
     def _make_room(self, seq: Sequence, reserve: int, now: float) -> bool:
         """Preempt those that yield to a sequence, last ones first, if that gives it a seat, memory and budget."""
         missing = self.kv.shortage(seq, reserve)
-        victims = [v for v in self.running if self._yields(v, seq, now)]
+        urgent, rank, yields = self._first_class(seq, now), self._rank(seq, now), self.policy.yields
+        victims = [v for v in self.running if (urgent or yields(v, seq, now)) and self._rank(v, now) > rank]
         victims.sort(key=lambda v: self._rank(v, now))
         lacking = min(seq.remaining, self.block_size) - self._budget
         chosen: list[Sequence] = []
@@ -223,11 +231,6 @@ class Scheduler:
         for victim in chosen:
             self._preempt(victim, now)
         return True
-
-    def _yields(self, running: Sequence, waiting: Sequence, now: float) -> bool:
-        return self._rank(running, now) > self._rank(waiting, now) and (
-            self._first_class(waiting, now) or self.policy.yields(running, waiting, now)
-        )
 
     def _grow(self, seq: Sequence, now: float) -> bool:
         """Blocks for all tokens of a running sequence, taken from the last ones if need be; else it waits."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
+
+from plait.engine.sequence import Chunk
 
 
 class Load(NamedTuple):
@@ -17,27 +20,41 @@ class Load(NamedTuple):
     pairs: float = 0.0
     """Pairs of a prompt's token and a token before it: attention's work in a prefill grows with its square."""
 
+    @classmethod
+    def of(cls, chunks: Iterable[Chunk]) -> Load:
+        prefill = decodes = kv = 0
+        pairs = 0.0
+        for chunk in chunks:
+            if chunk.count == 1:
+                decodes += 1
+                kv += chunk.seq.computed
+            else:
+                prefill += chunk.count
+                pairs += chunk.count * (chunk.seq.computed + chunk.count / 2)
+        return cls(prefill, decodes, kv, pairs)
+
 
 PRIORS = {
     "cpu": (10e-3, 1e-3, 1e-3, 1e-6, 4e-7),
     "cuda": (8e-3, 4e-5, 4e-5, 4e-8, 1e-9),
 }
 """Seconds for an iteration, a prompt's token, a decode, a KV token read, a pair: of a 135M model on two cores
-(measured), and of an 8B model on a large GPU (its order of magnitude, from bandwidth and arithmetic). They count
-for about one iteration."""
+(measured), and of an 8B model on a large GPU (its order of magnitude, from bandwidth and arithmetic)."""
 FAST, SLOW = 0.995, 0.99995
 SLOW_SHARE = 0.02
 OUTLIER, OUTLIERS_IN_A_ROW = 4.0, 5
 SWEEPS = 3
+PULL = 1e-3
+"""Weight of the priors beside what was measured."""
 
 
 class TimeModel:
     """seconds = a + b * prompt tokens + c * decodes + d * KV tokens read + e * pairs, no coefficient below zero.
 
-    Least squares of the relative error with exponential forgetting, solved by a few sweeps of coordinate descent
-    (projected to zero and above) from the last solution. Two memories: about the last 200 iterations, and with a
-    small weight the last 20,000, so that an hour of decodes does not make it forget what a prompt costs. A time
-    more than four times off is left out unless it keeps happening.
+    Least squares with exponential forgetting, solved by a few sweeps of coordinate descent (projected to zero and
+    above) from the last solution; an error counts in relation to the time that the prior expects. Two memories: about
+    the last 200 iterations, and with a small weight the last 20,000, so that an hour of decodes does not make it
+    forget what a prompt costs. A time more than four times off is left out unless it keeps happening.
     """
 
     def __init__(self, device: str = "cpu"):
@@ -78,17 +95,19 @@ class TimeModel:
                     return
             else:
                 self._strange = 0
-        self._learn([p * x / seconds for p, x in zip(self.prior, (1.0, *load), strict=True)])
+        parts = [p * x for p, x in zip(self.prior, (1.0, *load), strict=True)]
+        whole = sum(parts)
+        self._learn([part / whole for part in parts], seconds / whole)
         self._solve()
 
-    def _learn(self, z: list[float]) -> None:
+    def _learn(self, z: list[float], y: float) -> None:
         for i, zi in enumerate(z):
             fast, slow = self._fast[i], self._slow[i]
             for j, zj in enumerate(z):
                 fast[j] = fast[j] * FAST + zi * zj
                 slow[j] = slow[j] * SLOW + zi * zj
-            self._fast_sum[i] = self._fast_sum[i] * FAST + zi
-            self._slow_sum[i] = self._slow_sum[i] * SLOW + zi
+            self._fast_sum[i] = self._fast_sum[i] * FAST + zi * y
+            self._slow_sum[i] = self._slow_sum[i] * SLOW + zi * y
 
     def _solve(self) -> None:
         theta, known = self.theta, range(len(self.theta))
@@ -100,7 +119,3 @@ class TimeModel:
                     if j != i:
                         pull -= (fast[j] + SLOW_SHARE * slow[j]) * theta[j]
                 theta[i] = max(0.0, pull / (fast[i] + SLOW_SHARE * slow[i] + PULL))
-
-
-PULL = 1e-3
-"""Weight of the prior beside what was measured."""

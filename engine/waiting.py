@@ -10,6 +10,8 @@ from plait.engine.policies.base import Policy
 from plait.engine.sequence import Sequence, Status
 
 Entry = tuple[float, int, int, Sequence]
+MOVES = 64
+"""Keys made anew at one moment at most: when thousands expire at once, an iteration is not held up by it."""
 FIRST = ("first",)
 """The lane of those that come before all others, whatever the policy: in order of arrival."""
 
@@ -49,7 +51,8 @@ class WaitingQueue:
     """Push and removal in O(log n), a look in O(lanes that hold somebody).
 
     Sequences of one lane keep their order while they wait; how lanes compare may change with every look. A key that
-    has expired is made anew when its sequence has become the first of its lane: until then it matters to nobody.
+    has expired is made anew when its sequence has become the first of its lane: until then it matters to nobody. A
+    lane for which the moment's share of that is used up is passed over, unless there is no other.
     One that was preempted keeps its key, so that it comes back before those of its kind that never ran (vllm#5578).
     Long sequences wait in lanes of their own, so that a look can pass them over.
     """
@@ -59,6 +62,7 @@ class WaitingQueue:
         self.lanes: dict[tuple[object, ...], Heap] = {}
         self._ages = Heap()
         self._tickets = count()
+        self._moves, self._moved_at = 0, 0.0
 
     def push(self, seq: Sequence, now: float, first: bool = False) -> None:
         """Its status is WAITING. With `first` it comes before all that were pushed without."""
@@ -84,16 +88,21 @@ class WaitingQueue:
 
     def first(self, now: float, with_long: bool = True) -> Sequence | None:
         """The policy's choice among those that wait in its lanes."""
-        best, least = None, (0.0, 0)
+        if now != self._moved_at:
+            self._moves, self._moved_at = 0, now
+        best, least = None, (False, 0.0, 0)
         for lane, heap in self.lanes.items():
             if lane is FIRST or (lane[0] and not with_long):
                 continue
-            while (seq := heap.first()) is not None and now >= seq.expires:
+            while (seq := heap.first()) is not None and now >= seq.expires and self._moves < MOVES:
                 heapq.heappop(heap.entries)
                 heap.size -= 1
                 self._place(seq, now)
-            if seq is not None and (best is None or (self.policy.rank(seq), seq.number) < least):
-                best, least = seq, (self.policy.rank(seq), seq.number)
+                self._moves += 1
+            if seq is not None:
+                place = (now >= seq.expires, self.policy.rank(seq), seq.number)
+                if best is None or place < least:
+                    best, least = seq, place
         return best
 
     def remove(self, seq: Sequence) -> None:

@@ -70,4 +70,6 @@ class _EngineCollector(Collector):
         yield CounterMetricFamily(names.ENGINE_ITERATIONS, "Iterations", stats.iterations)
         yield CounterMetricFamily(names.ENGINE_GENERATED, "Tokens generated", stats.generated_tokens)
         yield CounterMetricFamily(names.ENGINE_PREEMPTIONS, "Preemptions", stats.preemptions)
+        error = "Mean relative error of predicted iteration times"
+        yield GaugeMetricFamily(names.ENGINE_PREDICTION_ERROR, error, stats.prediction_error)
         yield CounterMetricFamily(names.ENGINE_RESTARTS, "Restarts after crashes", stats.restarts)

@@ -102,3 +102,6 @@ ENGINE_ITERATIONS = "plait_engine_iterations_total"
 ENGINE_GENERATED = "plait_engine_generated_tokens_total"
 ENGINE_PREEMPTIONS = "plait_engine_preemptions_total"
 ENGINE_RESTARTS = "plait_engine_restarts_total"  # after crashes
+ENGINE_PREDICTION_ERROR = (
+    "plait_engine_prediction_error"  # of iteration times, relative, a mean of the last ones
+)

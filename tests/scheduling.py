@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from fake_mover import FakeMover
-from plait.engine.api import GenerationRequest, SamplingParams
+from plait.engine.api import GenerationRequest, Objectives, SamplingParams
 from plait.engine.block_manager import BlockManager
+from plait.engine.budget import MAX_SKIPS
 from plait.engine.config import EngineConfig
 from plait.engine.kv_cache import KvCache
 from plait.engine.scheduler import Scheduler
@@ -37,6 +39,11 @@ class Drive:
     computed: dict[Sequence, tuple[int, int]] = field(default_factory=dict)
     """Of each sequence: the residence (its number of preemptions) and the positions computed in it."""
     seqs: list[Sequence] = field(default_factory=list)
+    seconds: Callable[[list[Chunk]], float] = lambda chunks: 1.0
+    """What an iteration takes."""
+    steps: int = 0
+    due: dict[Sequence, int] = field(default_factory=dict)
+    """The iteration by which a sequence has to have ended."""
 
     def __post_init__(self) -> None:
         self.mover = FakeMover(self.num_blocks, self.host_blocks, self.block_size, self.late, self.ahead)
@@ -70,8 +77,12 @@ class Drive:
         *,
         shared: int | None = None,
         tenant: str = "",
+        slo: tuple[float | None, float | None, float | None] = (None, None, None),
     ) -> Sequence:
-        """All prompts begin with the same tokens; after `shared` of them they are this sequence's own."""
+        """All prompts begin with the same tokens; after `shared` of them they are this sequence's own.
+
+        `slo`: seconds from its arrival to its first token, from one token to the next, and from arrival to the end.
+        """
         self.now += 1
         number = len(self.seqs)
         common = prompt if shared is None else min(shared, prompt)
@@ -83,6 +94,12 @@ class Drive:
             tenant,
             arrival=self.now if arrival is None else arrival,
         )
+        first, per_token, deadline = slo
+        request.slo = Objectives(
+            None if first is None else request.arrival + first,
+            per_token,
+            None if deadline is None else request.arrival + deadline,
+        )
         seq = Sequence.of(request, self.now)
         self.seqs.append(seq)
         self.scheduler.add(seq)
@@ -93,24 +110,58 @@ class Drive:
 
     def step(self) -> list[Chunk]:
         self.now += 1
+        self.steps += 1
+        self._promise()
         scheduler, had_work = self.scheduler, self.scheduler.has_work()
         before = {seq: seq.preemptions for seq in scheduler.running}
         chunks = scheduler.schedule()
         self._check_chunks(chunks, before)
-        assert bool(chunks) == had_work, "an iteration with work makes progress"
+        assert bool(chunks) == had_work or (not before and scheduler.pause() > 0), (
+            "an iteration with work makes progress"
+        )
         self.mover.settle([block for chunk in chunks for block in chunk.seq.blocks])
         for chunk in chunks:
             self.mover.compute(chunk.seq, chunk.count)
         scheduler.advance(chunks)
+        if chunks:
+            seconds = self.seconds(chunks)
+            self.now += seconds - 1
+            scheduler.took(seconds)
         for chunk in chunks:
             seq = chunk.seq
             self.computed[seq] = (seq.preemptions, seq.computed)
             if seq.remaining == 0:
+                if seq.timeline.first_token is None:
+                    seq.timeline.first_token = self.now
                 seq.tokens.append(1000 + len(seq.tokens))
                 if seq.output_len >= seq.sampling.max_tokens or len(seq.tokens) >= self.capacity:
                     scheduler.finish(seq, "length")
         self.check_pool()
+        for seq, last in self.due.items():
+            assert seq.status is Status.FINISHED or self.steps <= last, "it starves"
         return chunks
+
+    def _promise(self) -> None:
+        """Note by which iteration those that have waited long enough have to end: Scheduler's own bound."""
+        scheduler, config = self.scheduler, self.scheduler.config
+        for seq in self.seqs:
+            waited = self.now - seq.timeline.arrived
+            if seq in self.due or seq.status is Status.FINISHED or waited < config.max_wait_seconds:
+                continue
+            age = (seq.timeline.arrived, seq.number)
+            before = [s for s in self.seqs if s.status is not Status.FINISHED]
+            if config.batching == "continuous":
+                before = [s for s in before if (s.timeline.arrived, s.number) <= age]
+            elif not scheduler.gate.places:
+                before = [
+                    s for s in before if (s.timeline.arrived, s.number) <= age or s.status is Status.RUNNING
+                ]
+            self.due[seq] = self.steps + sum(self._iterations(s) for s in before)
+
+    def _iterations(self, seq: Sequence) -> int:
+        """How many a sequence takes at most when it comes first."""
+        output = seq.sampling.max_tokens - seq.output_len
+        return -(-len(seq.tokens) // self.block_size) + output + 1
 
     def _check_chunks(self, chunks: list[Chunk], before: dict[Sequence, int]) -> None:
         scheduler, blocks = self.scheduler, self.scheduler.kv.blocks
@@ -130,8 +181,11 @@ class Drive:
             if seq.preemptions > preemptions:
                 self._check_victim(seq)
             elif seq not in chosen and not self.late:
-                # It decodes and memory is out: nobody behind it is left to be preempted for it.
                 assert seq.remaining == 1, "a partly prefilled prompt got nothing"
+                if seq.skipped:
+                    assert seq.skipped <= MAX_SKIPS
+                    continue
+                # It decodes and memory is out: nobody behind it is left to be preempted for it.
                 missing = blocks.needed(len(seq.blocks), len(seq.tokens))
                 last = max(scheduler.running, key=lambda s: scheduler._rank(s, self.now))
                 assert missing > 0 and last is seq

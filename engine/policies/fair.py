@@ -25,13 +25,15 @@ class Shares:
         self.weights = weights
         self.counters: dict[str, float] = {}
         self.waiting: Counter[str] = Counter()
-        self._last = 0.0
+        self._last = ""
         self._least: float | None = None
 
     def queued(self, seq: Sequence) -> None:
         tenant = seq.tenant
-        if not self.waiting[tenant] and not seq.preemptions:
-            self.counters[tenant] = max(self.counters.get(tenant, 0.0), self.least())
+        if tenant not in self.counters:
+            self.counters[tenant] = self.least()
+        elif not self.waiting[tenant] and not seq.preemptions:
+            self.counters[tenant] = max(self.counters[tenant], self.least())
         self.waiting[tenant] += 1
         self._least = None
 
@@ -41,22 +43,22 @@ class Shares:
         self._least = None
         if not self.waiting[tenant]:
             del self.waiting[tenant]
-            self._last = self.counters[tenant]
+            self._last = tenant
             if not self.waiting:
-                # Whoever comes next is lifted to here: counters below say nothing any more.
-                self.counters = {t: c for t, c in self.counters.items() if c > self._last}
-                self.counters.setdefault(tenant, self._last)
+                # Whoever comes next is lifted to here: lower counters say nothing any more.
+                least = self.counters[tenant]
+                self.counters = {t: c for t, c in self.counters.items() if c > least or t == tenant}
 
     def charge(self, tenant: str, service: float) -> None:
-        self.counters[tenant] = self.counters.get(tenant, self._last) + service / self.weights.get(
-            tenant, 1.0
-        )
+        counter = self.counters[tenant] if tenant in self.counters else self.least()
+        self.counters[tenant] = counter + service / self.weights.get(tenant, 1.0)
         self._least = None
 
     def least(self) -> float:
-        """The smallest counter of those that wait."""
+        """The smallest counter of those that wait, or that of the last one that did."""
         if self._least is None:
-            self._least = min((self.counters[t] for t in self.waiting), default=self._last)
+            counters = [self.counters[tenant] for tenant in self.waiting]
+            self._least = min(counters, default=self.counters.get(self._last, 0.0))
         return self._least
 
 

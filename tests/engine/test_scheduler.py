@@ -27,17 +27,38 @@ class Traffic(RuleBasedStateMachine):
         max_preemptions=st.integers(0, 3),
         watermark=st.sampled_from([0.0, 0.02, 0.3, 0.9]),
         policy=st.sampled_from(sorted(POLICIES)),
+        batching=st.sampled_from(["continuous", "continuous", "dynamic", "static"]),
+        max_wait_seconds=st.sampled_from([0.0, 5.0, 30.0, 1e9]),
+        window=st.sampled_from([0.0, 3.0]),
+        long_tokens=st.sampled_from([0, 8]),
     )
-    def begin(self, **knobs: Any) -> None:
-        self.drive = Drive(**knobs)
+    def begin(
+        self, batching: str, max_wait_seconds: float, window: float, long_tokens: int, **knobs: Any
+    ) -> None:
+        if batching == "static":
+            max_wait_seconds = min(
+                max_wait_seconds, 30.0
+            )  # or the last ones wait for company that never comes
+        levers = {"batching": batching, "max_wait_seconds": max_wait_seconds, "long_tokens": long_tokens}
+        levers |= {"batch_window_ms": 1000 * window, "aging_seconds": 2.0, "tenant_weights": {"b": 3.0}}
+        self.drive = Drive(**knobs, levers=levers)
 
     @precondition(lambda self: self.drive.capacity > 1)
-    @rule(data=st.data(), max_tokens=st.integers(1, 20), priority=st.integers(0, 9), same=st.booleans())
-    def add(self, data: st.DataObject, max_tokens: int, priority: int, same: bool) -> None:
+    @rule(
+        data=st.data(),
+        max_tokens=st.integers(1, 20),
+        priority=st.integers(0, 9),
+        same=st.booleans(),
+        tenant=st.sampled_from("ab"),
+        slo=st.tuples(*[st.sampled_from([None, 0.5, 3.0, 20.0])] * 3),
+    )
+    def add(
+        self, data: st.DataObject, max_tokens: int, priority: int, same: bool, tenant: str, slo: Any
+    ) -> None:
         prompt = data.draw(st.integers(1, self.drive.capacity - 1), label="prompt")
         # The choices of one request arrive at the same instant.
         arrival = self.drive.seqs[-1].timeline.arrived if same and self.drive.seqs else None
-        self.drive.add(prompt, max_tokens, priority, arrival)
+        self.drive.add(prompt, max_tokens, priority, arrival, tenant=tenant, slo=slo)
 
     @precondition(lambda self: self.drive.seqs)
     @rule(data=st.data())
@@ -224,3 +245,132 @@ def test_an_iteration_costs_the_same_however_many_wait(policy: str) -> None:
         costs[-1].append(calls(drive.scheduler.schedule))
     # Entries of those that left are dropped when they come up: a few calls more or less, whenever that is.
     assert all(abs(many - few) <= 8 for few, many in zip(*costs, strict=True)), costs
+
+
+def test_a_more_urgent_one_takes_the_seat_of_a_less_urgent_one() -> None:
+    drive = Drive(num_blocks=32, max_running=2, policy="default")
+    calm = [drive.add(prompt=4, max_tokens=30, priority=1), drive.add(prompt=4, max_tokens=30, priority=2)]
+    drive.step()
+    same = drive.add(prompt=4, max_tokens=3, priority=1)
+    drive.step()
+    assert same.status is Status.WAITING and drive.scheduler.preemptions == 0
+    urgent = drive.add(prompt=4, max_tokens=3, priority=7)
+    assert urgent in {chunk.seq for chunk in drive.step()}
+    assert [seq.preemptions for seq in calm] == [1, 0], "the least urgent one"
+    drive.finish_all()
+
+
+def test_nobody_is_preempted_in_vain() -> None:
+    """The seat of one that yields is not enough where memory of others would be needed, too."""
+    drive = Drive(num_blocks=8, block_size=4, max_running=2, watermark=0.0, policy="priority")
+    equal, low = (
+        drive.add(prompt=16, max_tokens=12, priority=5),
+        drive.add(prompt=4, max_tokens=4, priority=0),
+    )
+    drive.step()
+    big = drive.add(prompt=24, max_tokens=2, priority=5)
+    while equal.status is Status.RUNNING:
+        drive.step()
+        assert low.preemptions == 0
+    drive.finish_all()
+    assert big.preemptions == 0
+
+
+def test_a_prompt_chosen_in_this_iteration_gives_its_share_back_when_it_is_preempted() -> None:
+    """vllm#23347."""
+    drive = Drive(num_blocks=16, block_size=4, max_running=2, token_budget=16, watermark=0.0)
+    low, other = (
+        drive.add(prompt=40, max_tokens=2, priority=0),
+        drive.add(prompt=4, max_tokens=20, priority=5),
+    )
+    drive.step()
+    drive.step()
+    urgent = drive.add(prompt=15, max_tokens=2, priority=9)
+    chunks = {chunk.seq: chunk.count for chunk in drive.step()}
+    assert low.preemptions == 1 and low not in chunks
+    assert chunks == {other: 1, urgent: 15}, "with what the victim had, all of the prompt fits"
+    drive.finish_all()
+
+
+def test_after_a_preemption_for_memory_more_has_to_be_free() -> None:
+    """sglang#26248: until one has ended, who would fill the pool to the brim again stays out."""
+    levers = {"high_watermark": 0.5}
+    drive = Drive(num_blocks=10, block_size=1, max_running=3, watermark=0.0, policy="fcfs", levers=levers)
+    first, second = drive.add(prompt=3, max_tokens=7), drive.add(prompt=3, max_tokens=7)
+    while not second.preemptions:
+        drive.step()
+    back_at = len(first.tokens)
+    while first.status is not Status.FINISHED:
+        drive.step()
+        assert second.status is Status.WAITING, f"back when {back_at} of 10 blocks were in use"
+    drive.step()
+    assert second.status is Status.RUNNING and second.preemptions == 1
+    drive.finish_all()
+
+
+def test_long_ones_are_kept_to_their_share() -> None:
+    levers = {"long_tokens": 20, "long_share": 0.25}
+    drive = Drive(num_blocks=100, max_running=4, token_budget=16, policy="fcfs", levers=levers)
+    long = [drive.add(prompt=40, max_tokens=2) for _ in range(3)]
+    brief = [drive.add(prompt=4, max_tokens=3) for _ in range(6)]
+    chunks = {chunk.seq: chunk.count for chunk in drive.step()}
+    assert chunks[long[0]] == 4 and long[1] not in chunks, "a quarter of the seats and of the tokens"
+    assert all(seq in chunks for seq in brief[:3]), "shorter ones pass"
+    while brief[-1].status is not Status.FINISHED:
+        drive.step()
+        assert sum(seq.status is Status.RUNNING for seq in long) <= 1
+    assert next(c.count for c in drive.step() if c.seq.long) > 4, "alone it takes what there is"
+    drive.finish_all()
+
+
+@pytest.mark.parametrize(
+    "batching,window,starts", [("static", 0, 20), ("dynamic", 5000, 5), ("continuous", 5000, 5)]
+)
+def test_a_batch_starts_when_it_is_full_or_its_time_has_come(
+    batching: str, window: float, starts: float
+) -> None:
+    levers = {"batching": batching, "batch_window_ms": window, "max_wait_seconds": 20.0}
+    drive = Drive(num_blocks=32, max_running=3, policy="fcfs", levers=levers)
+    one = drive.add(prompt=2, max_tokens=3)
+    while not drive.step():
+        assert drive.scheduler.pause() > 0
+    assert drive.now - one.timeline.arrived == starts
+    drive.finish_all()
+    full = [drive.add(prompt=2, max_tokens=2 + i, arrival=drive.now) for i in range(4)]
+    assert {chunk.seq for chunk in drive.step()} == set(full[:3]), "a full batch does not wait"
+    joined = []
+    while full[2].status is not Status.FINISHED:
+        drive.step()
+        joined.append(full[3].status is Status.RUNNING)
+    assert any(joined) is (batching == "continuous"), "nobody joins until all have ended"
+    drive.finish_all()
+
+
+def test_those_that_decode_keep_their_time_while_a_long_prompt_comes_in() -> None:
+    """mlxcel#1013, on a device where a full budget would take half a second and a token was promised every 0.1 s."""
+    drive = Drive(num_blocks=500, block_size=4, max_running=4, token_budget=256, policy="default")
+    drive.seconds = lambda chunks: 0.02 + sum(0.001 if c.count == 1 else 0.002 * c.count for c in chunks)
+    runner = drive.add(prompt=1, max_tokens=400, slo=(None, 0.1, None))
+    for _ in range(5):
+        drive.add(prompt=30, max_tokens=2)
+        drive.step()
+    long, iterations = drive.add(prompt=1900, max_tokens=2), 0
+    while long.output_len == 0:
+        had = long.computed
+        drive.step()
+        iterations += 1
+        assert long.computed > had
+        if iterations > 10:  # what was saved up before is used up
+            took = drive.now - runner.timeline.first_token
+            assert took / (runner.output_len - 1) <= 0.105
+    assert iterations < 120
+    drive.finish_all()
+
+
+def test_a_request_too_late_does_not_stop_the_others_and_is_not_forgotten() -> None:
+    """Everything at once under the default policy: those that can still make it come first, the late ones follow."""
+    drive = Drive(num_blocks=64, block_size=4, max_running=1, policy="default")
+    late = drive.add(prompt=4, max_tokens=2, slo=(0.001, None, None))
+    fine = [drive.add(prompt=4, max_tokens=2, slo=(200.0, None, None)) for _ in range(5)]
+    drive.finish_all()
+    assert late.timeline.finished > max(seq.timeline.finished for seq in fine)

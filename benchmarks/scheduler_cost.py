@@ -1,0 +1,126 @@
+"""What the scheduler costs: microseconds of an iteration with 256 running and 10,000 waiting, for each policy.
+
+`python -m benchmarks.scheduler_cost` writes `results/scheduler.md` and `.json`. No model runs: tokens are appended by
+hand, a sequence ends after about 200 of them and a new one arrives, so that the queue stays as long as it is. Measured
+are schedule, advance, what the time model learns from an iteration, and the ends and arrivals of sequences.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+from pathlib import Path
+from time import perf_counter
+
+from plait.engine.api import GenerationRequest, Objectives, SamplingParams
+from plait.engine.assemble import make_scheduler
+from plait.engine.config import EngineConfig
+from plait.engine.policies import POLICIES
+from plait.engine.scheduler import Scheduler
+from plait.engine.sequence import Sequence
+
+RUNNING, WAITING, TENANTS = 256, 10_000, 50
+CLASSES = [(7, 1.0, 0.1, None), (4, 5.0, 0.2, None), (1, None, None, 600.0)]
+RESULTS = Path(__file__).parent / "results"
+
+
+class Load:
+    """Arrivals, and a clock on which an iteration takes 20 ms."""
+
+    def __init__(self, policy: str):
+        config = EngineConfig(max_running=RUNNING, token_budget=2048, policy=policy, aging_seconds=2.0)
+        self.now, self.rng, self.made = 0.0, random.Random(0), 0
+        self.ends: dict[Sequence, int] = {}
+        self.scheduler: Scheduler = make_scheduler(config, 40_000, "cuda", lambda: self.now)
+        for _ in range(RUNNING + WAITING):
+            self.scheduler.add(self.arrival())
+
+    def arrival(self) -> Sequence:
+        rng = self.rng
+        self.made += 1
+        priority, first, per_token, deadline = rng.choices(CLASSES, (3, 5, 2))[0]
+        request = GenerationRequest(
+            str(self.made),
+            [0] * max(1, min(2000, int(rng.lognormvariate(6, 1)))),
+            SamplingParams(max_tokens=1024),
+            priority,
+            f"tenant-{rng.randrange(TENANTS)}",
+            self.now or 1e-3,
+        )
+        request.slo = Objectives(first and self.now + first, per_token, deadline and self.now + deadline)
+        seq = Sequence.of(request, self.now)
+        self.ends[seq] = max(1, min(1000, int(rng.lognormvariate(5, 0.8))))
+        return seq
+
+    def iteration(self) -> float:
+        """Microseconds."""
+        scheduler, spent = self.scheduler, -perf_counter()
+        chunks = scheduler.schedule()
+        scheduler.advance(chunks)
+        scheduler.took(0.02)
+        spent += perf_counter()
+        self.now += 0.02
+        ended = 0
+        for chunk in chunks:
+            seq = chunk.seq
+            if seq.remaining:
+                continue
+            seq.tokens.append(0)
+            seq.timeline.first_token = seq.timeline.first_token or self.now
+            if seq.output_len >= self.ends[seq]:
+                del self.ends[seq]
+                spent -= perf_counter()
+                scheduler.finish(seq, "stop")
+                spent += perf_counter()
+                ended += 1
+        for seq in [self.arrival() for _ in range(ended)]:
+            spent -= perf_counter()
+            scheduler.add(seq)
+            spent += perf_counter()
+        return spent * 1e6
+
+
+def measure(policy: str, iterations: int) -> dict[str, float]:
+    load = Load(policy)
+    while len(load.scheduler.running) < RUNNING - 8:
+        load.iteration()
+    for _ in range(50):
+        load.iteration()
+    gc.collect()
+    times = sorted(load.iteration() for _ in range(iterations))
+    return {
+        "median": round(statistics.median(times)),
+        "p99": round(times[int(0.99 * len(times))]),
+        "max": round(times[-1]),
+        "running": len(load.scheduler.running),
+        "waiting": len(load.scheduler.waiting),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--iterations", type=int, default=1000)
+    parser.add_argument("--policy", choices=sorted(POLICIES), help="only this one, and write nothing")
+    args = parser.parse_args()
+    results = {p: measure(p, args.iterations) for p in ([args.policy] if args.policy else POLICIES)}
+    rows = [
+        f"| {p} | {r['median']} | {r['p99']} | {r['max']} | {r['running']} | {r['waiting']} |"
+        for p, r in results.items()
+    ]
+    table = "\n".join(
+        ["| policy | median | p99 | largest | running | waiting |", "|---|---|---|---|---|---|", *rows]
+    )
+    print(table)
+    if not args.policy:
+        RESULTS.joinpath("scheduler.json").write_text(json.dumps(results, indent=1) + "\n")
+        RESULTS.joinpath("scheduler.md").write_text(
+            f"# Cost of the scheduler\n\nMicroseconds an iteration, {args.iterations} iterations a policy, "
+            f"{TENANTS} tenants, by `python -m benchmarks.scheduler_cost`.\n\n{table}\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
