@@ -1,7 +1,7 @@
 """Continuous beside dynamic and static batching, in the same engine, on answers of lognormal length.
 
 `python -m benchmarks.batching [--arrivals poisson]` runs the three in turn (`--runs` times) and writes
-`results/batching-<arrivals>.json`; `results/batching.md` shows what is there. SmolLM2 in bf16 on the CPU. A latency counts
+`results/batching-<arrivals>.json`; `results/batching.md` shows what is there. SmolLM2 in bf16, CPU. A latency counts
 from a request's arrival to its last token.
 """
 
