@@ -21,20 +21,24 @@ STATS_SECONDS = 0.25
 
 
 def main() -> int:
+    stamps = [time.monotonic()]
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     link = Link(socket.socket(fileno=int(sys.argv[1])))
     try:
         config = configuration(link)
+        stamps.append(time.monotonic())
     except (EOFError, ConnectionResetError):
         return 1
     try:
         engine = Engine(config)
+        stamps.append(time.monotonic())
         engine.warm_up()
+        stamps.append(time.monotonic())
     except Exception as error:
         log.debug("the engine cannot start", exc_info=True)
         link.send(["failed", f"{type(error).__name__}: {error}"])
         return 1
-    link.send(["ready", asdict(engine.model)])
+    link.send(["ready", asdict(engine.model), stamps])
     engine.on_admit = lambda seqs: link.send(["running", [s.id for s in seqs]])
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         serve(engine, link)

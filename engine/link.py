@@ -1,8 +1,9 @@
 """Frames between the engine's process and its parent: msgpack behind a length of four bytes, big-endian.
 
 To the engine: `["start", config]` once; then `["add", request]`, `["cancel", id, stopped]`, `["stop"]`.
-From it: `["ready", model]` or `["failed", message]` once; then `["running", ids]` before an iteration admits
-sequences, and `["out", rows, stats]` after it, a row being `[id, token_ids, logprob, finish]`.
+From it: `["ready", model, stamps]` once, the stamps being when it had imported, was configured, had loaded, was warm,
+or `["failed", message]`; then `["running", ids]` before an iteration admits sequences, and `["out", rows, stats]` after
+it, a row being `[id, token_ids, logprob, finish]`.
 """
 
 from __future__ import annotations

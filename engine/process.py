@@ -52,6 +52,8 @@ class EngineProcess:
         self.heartbeat = time.monotonic()
         self.ready = False
         self.restarts = 0
+        self.startup: dict[str, float] = {}
+        """Seconds that the engine's process took to come up, by what they were spent on."""
         self.live: dict[str, Live] = {}
         self._trials = Trials(config.max_restarts)
         self._stopping = False
@@ -137,6 +139,7 @@ class EngineProcess:
         """Start the process, which then waits for its configuration. Raises EngineFailed."""
         ours, theirs = socket.socketpair()
         self._child = self._writer = None
+        self._launched = time.monotonic()
         try:
             with theirs:
                 self._child = await asyncio.create_subprocess_exec(
@@ -165,7 +168,7 @@ class EngineProcess:
         config = asdict(replace(self.config, model=str(self._path), vocab_size=vocab_size))
         try:
             self._writer.write(pack(["start", config]))
-            kind, payload = await receive(self._reader)
+            kind, *payload = await receive(self._reader)
         except (asyncio.IncompleteReadError, OSError):
             code = await self._reap(STOP_SECONDS)
             raise EngineFailed(
@@ -176,8 +179,17 @@ class EngineProcess:
             raise
         if kind == "failed":
             await self._reap(STOP_SECONDS)
-            raise EngineFailed(payload)
-        self.model = replace(ModelInfo(**payload), name=self.config.model)
+            raise EngineFailed(payload[0])
+        model, (imported, configured, loaded, warm) = payload
+        self.model = replace(ModelInfo(**model), name=self.config.model)
+        self.startup = {
+            "imports": imported - self._launched,
+            "configuration": configured - imported,
+            "weights": loaded - configured,
+            "warm-up": warm - loaded,
+        }
+        spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.startup.items())
+        log.info("the engine is ready after %.1f s: %s", warm - self._launched, spent)
         self.heartbeat = time.monotonic()
         self.ready = True
         return self._reader
