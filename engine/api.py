@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+QUEUE_RETRY_SECONDS = 1.0
+"""When to come back to a full queue: a place in it is free as soon as any request ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,8 @@ class Finish:
     cached_tokens: int = 0
     code: str | None = None
     message: str | None = None
+    retry_after: float | None = None
+    """Seconds after which it would probably be served, when `code` is overloaded; infinity: never by this worker."""
 
 
 @dataclass(slots=True)
@@ -162,17 +166,23 @@ class EngineStats:
     restarts: int = 0
     prediction_error: float = 0.0
     """Mean relative error of the iteration-time model over the last iterations."""
+    refused: dict[str, int] = field(default_factory=dict)
+    """Requests that were refused or given up as overloaded, by the objective that could not be met."""
+    forecast_error: float = 0.0
+    """Mean of |forecast - actual| seconds to the first token, over the last requests with objectives."""
     time: dict[str, float] = field(default_factory=dict)
     """Seconds since the start of the engine's process, by what they were spent on."""
 
 
 class RequestRefused(ValueError):
-    """A request that can never run. `code` is an error code of the wire, `field` names the offender."""
+    """A request that can never run, or not now: then `retry_after` says after how many seconds it probably can, where
+    infinity is never. `code` is an error code of the wire, `field` names the offender."""
 
-    def __init__(self, code: str, field: str, message: str):
+    def __init__(self, code: str, field: str, message: str, retry_after: float | None = None):
         super().__init__(f"{field}: {message}")
         self.code = code
         self.field = field
+        self.retry_after = retry_after
 
 
 def check(request: GenerationRequest, model: ModelInfo) -> None:

@@ -42,6 +42,7 @@ def main() -> int:
     engine.on_admit = lambda seqs: link.send(["running", [s.id for s in seqs]])
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         serve(engine, link)
+    engine.save_record()
     return 0
 
 
@@ -73,6 +74,7 @@ def serve(engine: Engine, link: Link) -> None:
             told = now
         if idle and not was:
             engine.scheduler.kv.check_idle()
+            engine.save_record()
         engine.watch.lap("ipc")
 
 
@@ -84,6 +86,7 @@ def handle(engine: Engine, message: list[Any]) -> list[list[Any]]:
         except RequestRefused as error:
             seq = Sequence.of(request, time.monotonic())
             seq.reason, seq.message = "error", str(error)
+            seq.code, seq.retry_after = error.code, error.retry_after
             return [[seq.id, [], None, finish(seq)]]
         return [row(over)] if over else []
     cancelled = engine.cancel(message[1], stopped=message[2])
@@ -102,7 +105,8 @@ def row(progress: Progress) -> list[Any]:
 
 def finish(seq: Sequence) -> list[Any]:
     t = seq.timeline
-    return [seq.reason, seq.message, t.scheduled, t.first_token, t.finished, t.preemptions, 0]
+    error = [seq.code, seq.message, seq.retry_after]
+    return [seq.reason, error, t.scheduled, t.first_token, t.finished, t.preemptions, 0]
 
 
 if __name__ == "__main__":

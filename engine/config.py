@@ -33,6 +33,8 @@ class EngineConfig:
     """Prompt plus output of one sequence at most; never more than the model's or the pool's."""
     policy: str = "default"
     """Who runs next: default, fcfs, spt, priority, fair or slo."""
+    admission: str = "auto"
+    """predict: refuse what will probably miss its objectives; off; auto: predict for `default` and `slo`."""
     batching: str = "continuous"
     """continuous; dynamic and static are there to be compared with."""
     batch_window_ms: float = 0.0
@@ -53,6 +55,9 @@ class EngineConfig:
     """Share of the pool that stays free when a sequence is admitted, so that running ones can grow."""
     high_watermark: float = 0.1
     """The same after a sequence had to give up its memory, until one has ended."""
+    record: str = ""
+    """A file for what the scheduler did with the first requests, for `plait trace-view`; written when the engine
+    becomes idle and at its end."""
     threads: int = 0
     """Threads of the CPU device: by default the processors this process may use."""
     cuda_graphs: bool = True
@@ -88,6 +93,8 @@ class EngineConfig:
         for tenant, weight in self.tenant_weights.items():
             if not 0 < weight < inf:
                 raise ValueError(f"tenant_weights[{tenant!r}] must be above 0, not {weight}")
+        if self.admission not in ("auto", "predict", "off"):
+            raise ValueError(f"admission must be auto, predict or off, not {self.admission!r}")
         if self.batching not in ("continuous", "dynamic", "static"):
             raise ValueError(f"batching must be continuous, dynamic or static, not {self.batching!r}")
         if self.dtype not in ("auto", "bfloat16", "float16", "float32", "int8"):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from plait.engine.admission import make_admission
 from plait.engine.api import (
+    QUEUE_RETRY_SECONDS,
     EngineStats,
     FinishReason,
     GenerationRequest,
@@ -23,10 +27,13 @@ from plait.engine.assemble import make_scheduler
 from plait.engine.config import EngineConfig
 from plait.engine.loader import eos_ids, load
 from plait.engine.pool import OutOfMemory
+from plait.engine.recorder import Recorder
 from plait.engine.runner import Runner
 from plait.engine.sampler import Sampler
 from plait.engine.sequence import Sequence, Status
 from plait.engine.stopwatch import Stopwatch
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -76,6 +83,9 @@ class Engine:
             block_size=config.block_size,
         )
         self.scheduler = make_scheduler(config, self.runner.num_blocks, self.runner.device.type, clock)
+        self.admission = make_admission(self.scheduler)
+        self.recorder = Recorder() if config.record else None
+        self.record = Path(config.record)
         self.sampler = Sampler(config.max_running, self.model.vocab_size, self.eos)
         self.counters = Counters()
         self.watch = Stopwatch()
@@ -83,7 +93,7 @@ class Engine:
         self.seqs: dict[str, Sequence] = {}
 
     def add(self, request: GenerationRequest) -> Progress | None:
-        """Queue a request. Raises RequestRefused when it can never run.
+        """Queue a request. Raises RequestRefused when it can never run, or would miss what it asks for.
 
         What an earlier run generated may be all there is to generate: then gives the end, and nothing runs.
         """
@@ -93,12 +103,16 @@ class Engine:
             )
         check(request, self.model)
         if len(self.seqs) >= self.max_in_flight:
-            raise RequestRefused(
-                "overloaded", "max_waiting", f"{len(self.seqs)} requests are in flight already"
-            )
-        seq = Sequence.of(request, self.clock())
+            self.admission.refused["max_waiting"] += 1
+            message = f"{len(self.seqs)} requests are in flight already"
+            raise RequestRefused("overloaded", "max_waiting", message, QUEUE_RETRY_SECONDS)
+        now = self.clock()
+        seq = Sequence.of(request, now)
+        self.admission.check(seq, now)
         self.seqs[seq.id] = seq
         self.scheduler.add(seq)
+        if self.recorder:
+            self.recorder.add(seq)
         if seq.output_len and (reason := self._ending(seq)):
             self._finish(seq, reason)
             return Progress(seq)
@@ -117,10 +131,13 @@ class Engine:
     def step(self) -> list[Progress]:
         """One iteration. Gives the sequences that got a token or ended."""
         started = self.clock()
+        over = self._end_overdue(started)
         chunks = self.scheduler.schedule()
         self.watch.lap("scheduling")
         if not chunks:
-            return []
+            return over
+        if self.recorder:
+            self.recorder.note(chunks, started)
         if self.scheduler.admitted:
             self.on_admit(self.scheduler.admitted)
         logits = self.runner.run(chunks)
@@ -131,16 +148,22 @@ class Engine:
         sampling = [c.seq for c in chunks if c.seq.remaining == 0]
         if not sampling:
             self.scheduler.took(self.clock() - started)
-            return []
+            return over
         tokens, logprobs = self.sampler.draw(logits, sampling)
         self.watch.lap("sampling")
         self.counters.generated_tokens += len(tokens)
         now = self.clock()
         self.scheduler.took(now - started)
-        return [
+        return over + [
             self._append(seq, token, logprobs.get(i), now)
             for i, (seq, token) in enumerate(zip(sampling, tokens, strict=True))
         ]
+
+    def _end_overdue(self, now: float) -> list[Progress]:
+        over = self.admission.overdue(now)
+        for seq in over:
+            self._finish(seq, "error", seq.message)
+        return [Progress(seq) for seq in over]
 
     def _append(self, seq: Sequence, token: int, logprob: TokenLogprob | None, now: float) -> Progress:
         if token < 0:
@@ -149,6 +172,7 @@ class Engine:
         seq.tokens.append(token)
         if seq.timeline.first_token is None:
             seq.timeline.first_token = now
+            self.admission.began(seq, now)
         if reason := self._ending(seq):
             self._finish(seq, reason)
         return Progress(seq, token, logprob)
@@ -183,6 +207,14 @@ class Engine:
             ) from error
         self.counters = Counters()
 
+    def save_record(self) -> None:
+        """Write what `record` asks for, if it does."""
+        if self.recorder:
+            try:
+                self.recorder.write(self.record)
+            except OSError as error:
+                log.warning("the record cannot be written: %s", error)
+
     def stats(self) -> EngineStats:
         s, c = self.scheduler, self.counters
         return EngineStats(
@@ -195,6 +227,8 @@ class Engine:
             generated_tokens=c.generated_tokens,
             preemptions=s.preemptions,
             prediction_error=s.times.error,
+            refused=dict(self.admission.refused),
+            forecast_error=self.admission.error,
             time=self.runner.break_down(self.watch.seconds),
         )
 

@@ -64,7 +64,7 @@ class Live:
 
     def close(self, output: Output, finish: list[Any]) -> None:
         """The engine's last word on it."""
-        reason, message, scheduled, first, finished, preemptions, cached = finish
+        reason, (code, message, retry_after), scheduled, first, finished, preemptions, cached = finish
         t = self.timeline
         t.scheduled = t.scheduled or scheduled
         t.first_token = min((x for x in (t.first_token, first) if x is not None), default=None)
@@ -72,7 +72,9 @@ class Live:
         t.preemptions += preemptions
         if self.text.stopped:
             reason = "stop"
-        self.end(reason, "internal" if reason == "error" else None, message, output, cached)
+        if reason == "error":
+            code = code or "internal"
+        self.end(reason, code, message, output, cached, retry_after)
 
     def end(
         self,
@@ -81,6 +83,7 @@ class Live:
         message: str | None = None,
         output: Output | None = None,
         cached: int = 0,
+        retry_after: float | None = None,
     ) -> None:
         """Tell its end, once; the text that was held back comes with it."""
         if self.over:
@@ -97,6 +100,7 @@ class Live:
             cached,
             code,
             message,
+            retry_after,
         )
         self._tell(output)
 

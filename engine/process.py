@@ -17,6 +17,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from plait.engine.api import (
+    QUEUE_RETRY_SECONDS,
     EngineStats,
     GenerationRequest,
     ModelInfo,
@@ -99,7 +100,10 @@ class EngineProcess:
         check(request, self.model)
         if len(self.live) >= self.config.max_running + self.config.max_waiting:
             raise RequestRefused(
-                "overloaded", "max_waiting", f"{len(self.live)} requests are in flight already"
+                "overloaded",
+                "max_waiting",
+                f"{len(self.live)} requests are in flight already",
+                QUEUE_RETRY_SECONDS,
             )
         if not request.arrival:
             request.arrival = time.monotonic()

@@ -60,8 +60,12 @@ class Sequence:
     charged: int = 0
     """Tokens that its tenant has been charged for."""
     seat: int = -1
+    expected: float | None = None
+    """The moment for which admission expects its first token."""
     reason: FinishReason | None = None
+    code: str | None = None
     message: str | None = None
+    retry_after: float | None = None
 
     @classmethod
     def of(cls, request: GenerationRequest, now: float) -> Sequence:

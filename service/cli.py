@@ -21,6 +21,7 @@ from plait.service.commands import (
     simulate,
     summarize,
     topics,
+    trace_view,
     worker,
 )
 from plait.service.commands.connect import quiet
@@ -32,8 +33,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (demo, dev, worker, generate, summarize, cancel, topics, schema, doctor, simulate):
-    app.command(module.__name__.rpartition(".")[2])(module.command)
+for module in (demo, dev, worker, generate, summarize, cancel, topics, schema, doctor, simulate, trace_view):
+    app.command(module.__name__.rpartition(".")[2].replace("_", "-"))(module.command)
 
 
 def _show_version(wanted: bool) -> None:

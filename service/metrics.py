@@ -72,4 +72,11 @@ class _EngineCollector(Collector):
         yield CounterMetricFamily(names.ENGINE_PREEMPTIONS, "Preemptions", stats.preemptions)
         error = "Mean relative error of predicted iteration times"
         yield GaugeMetricFamily(names.ENGINE_PREDICTION_ERROR, error, stats.prediction_error)
+        refused = CounterMetricFamily(names.ENGINE_REFUSED, "Refused as overloaded", labels=["reason"])
+        for reason, count in stats.refused.items():
+            refused.add_metric([reason], count)
+        yield refused
+        yield GaugeMetricFamily(
+            names.ENGINE_FORECAST_ERROR, "Mean error of forecast first tokens", stats.forecast_error
+        )
         yield CounterMetricFamily(names.ENGINE_RESTARTS, "Restarts after crashes", stats.restarts)

@@ -101,6 +101,8 @@ ENGINE_TOTAL_BLOCKS = "plait_engine_total_blocks"  # of the KV cache
 ENGINE_ITERATIONS = "plait_engine_iterations_total"
 ENGINE_GENERATED = "plait_engine_generated_tokens_total"
 ENGINE_PREEMPTIONS = "plait_engine_preemptions_total"
+ENGINE_REFUSED = "plait_engine_refused_total"  # or given up as overloaded; by `reason`, what could not be met
+ENGINE_FORECAST_ERROR = "plait_engine_forecast_error_seconds"  # mean |forecast - actual| to the first token
 ENGINE_RESTARTS = "plait_engine_restarts_total"  # after crashes
 ENGINE_PREDICTION_ERROR = (
     "plait_engine_prediction_error"  # of iteration times, relative, a mean of the last ones

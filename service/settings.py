@@ -162,6 +162,7 @@ class EngineSettings(Section):
     max_model_len: int = Field(0, ge=0)
     cuda_graphs: bool = True
     policy: Literal["default", "fcfs", "spt", "priority", "fair", "slo"] = "default"
+    admission: Literal["auto", "predict", "off"] = "auto"
     batching: Literal["continuous", "dynamic", "static"] = "continuous"
     batch_window_ms: float = Field(0, ge=0)
     max_wait_seconds: float = Field(600, ge=0)
@@ -169,6 +170,7 @@ class EngineSettings(Section):
     tenant_weights: dict[str, PositiveFloat] = {}
     long_tokens: int = Field(0, ge=0)
     long_share: float = Field(0.25, ge=0, lt=1)
+    record: str = ""
     threads: int = Field(0, ge=0)
     max_waiting: int = Field(10_000, ge=1)
     max_preemptions: int = Field(3, ge=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +38,6 @@ from plait.service.topics import Topics, TopicUnavailable
 
 log = logging.getLogger(__name__)
 
-OVERLOADED_RETRY_MS = 1000
 RETRYABLE = (ErrorCode.INTERNAL, ErrorCode.OVERLOADED, ErrorCode.CANCELLED)
 POISON = "poison"  # the engine's word for a request that took it down again and again
 _numbers = itertools.count()
@@ -224,7 +224,7 @@ class Stream:
     async def _generate(self, request: Request) -> str:
         """Run the request on the engine and publish what comes. Raises Refused."""
         waited_ms = self._waited_ms(request)
-        if request.slo.deadline_ms is not None:
+        if request.slo.deadline_ms is not None and request.slo.on_miss == "reject":
             left = (request.slo.deadline_ms - waited_ms) / 1000
             if left <= 0:
                 raise self._late(request)
@@ -251,7 +251,7 @@ class Stream:
             if failed.code == POISON:
                 raise Poisoned(failed.message or "the engine died of this request")
             code = _code(failed.code)
-            raise Refused(code, failed.message or "the engine failed", retryable=code in RETRYABLE)
+            raise _refused(code, failed.message or "the engine failed", failed.retry_after)
         if self._choices.cut and self._end_as == "deadline":
             raise self._late(request)
         if self._choices.cut and self._end_as is None:
@@ -273,11 +273,7 @@ class Stream:
         except Mismatch as error:
             raise Refused(ErrorCode.INTERNAL, str(error), retryable=True) from error
         except RequestRefused as error:
-            code = _code(error.code)
-            retry_after_ms = OVERLOADED_RETRY_MS if code is ErrorCode.OVERLOADED else None
-            raise Refused(
-                code, str(error), retryable=code in RETRYABLE, retry_after_ms=retry_after_ms
-            ) from error
+            raise _refused(_code(error.code), str(error), error.retry_after) from error
 
     def _stop(self, end_as: str) -> None:
         if self._end_as is None:
@@ -450,6 +446,13 @@ class Stream:
 
     def _position(self) -> tuple[str, int, int]:
         return self._record.topic, self._record.partition, self._record.offset
+
+
+def _refused(code: ErrorCode, message: str, retry_after: float | None) -> Refused:
+    if retry_after == math.inf:
+        return Refused(code, message)
+    retry_after_ms = None if retry_after is None else max(1, round(retry_after * 1000))
+    return Refused(code, message, retryable=code in RETRYABLE, retry_after_ms=retry_after_ms)
 
 
 def _code(code: str | None) -> ErrorCode:

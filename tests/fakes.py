@@ -74,6 +74,7 @@ class FakeEngine:
     deaf: bool = False
     text_per_token: str | None = None
     reason: str = "length"
+    retry_after: float | None = None
     name: str = "fake"
     ready: bool = True
     submitted: list[GenerationRequest] = field(default_factory=list)
@@ -194,5 +195,6 @@ class FakeEngine:
             completion_tokens=sequence.at,
             code=code,
             message=message,
+            retry_after=self.retry_after,
         )
         sequence.on_output(Output(sequence.request.request_id, finish=finish))

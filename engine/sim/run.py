@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
-from plait.engine.config import EngineConfig
+from plait.engine.recorder import Recorder
 from plait.engine.sim.mix import mix, spread
 from plait.engine.sim.profile import Profile
 from plait.engine.sim.report import Report, report
@@ -14,40 +15,37 @@ from plait.engine.sim.worker import Answer, Worker
 
 
 def simulate(
-    rows: Seq[Row], profile: Profile, *, policy: str, workers: int = 1, load: float = 1.0, seed: int = 0
+    rows: Seq[Row],
+    profile: Profile,
+    *,
+    policy: str,
+    workers: int = 1,
+    load: float = 1.0,
+    seed: int = 0,
+    recorder: Recorder | None = None,
+    **settings: Any,
 ) -> Report:
+    """`settings` are those of the engine. What the first worker does is recorded."""
     answers: list[Answer] = []
     iterations, busy = 0, 0.0
-    config = profile.config(policy=policy_name(policy))
+    config = profile.config(policy=policy, **settings)
     jobs = mix(rows, limit=profile.max_tokens_total, load=load, seed=seed)
     for number, share in enumerate(spread(jobs, workers)):
-        worker = Worker(profile, config, seed=seed + number)
+        worker = Worker(profile, config, seed + number, None if number else recorder)
         answers += worker.run(share)
         iterations += worker.iterations
         busy += worker.busy
     return report(answers, iterations, busy, workers)
 
 
-def policy_name(name: str) -> str:
-    """`default` is whatever a worker runs that was told nothing."""
-    return EngineConfig().policy if name == "default" else name
-
-
 def sweep(
-    rows: Seq[Row],
-    profile: Profile,
-    *,
-    policies: Seq[str],
-    loads: Seq[float],
-    workers: int = 1,
-    seed: int = 0,
+    rows: Seq[Row], profile: Profile, *, policies: Seq[str], loads: Seq[float], **options: Any
 ) -> dict[str, list[Report]]:
     """The reports of each policy, by load; as many at a time as there are processors."""
     with ProcessPoolExecutor() as pool:
         waiting = {
             policy: [
-                pool.submit(simulate, rows, profile, policy=policy, workers=workers, load=load, seed=seed)
-                for load in loads
+                pool.submit(simulate, rows, profile, policy=policy, load=load, **options) for load in loads
             ]
             for policy in policies
         }

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
-from heapq import heappop, heappush
 
+from plait.engine.admission import make_admission
 from plait.engine.api import ModelInfo, RequestRefused, check
 from plait.engine.assemble import make_scheduler
 from plait.engine.config import EngineConfig
+from plait.engine.recorder import Recorder
 from plait.engine.sequence import Chunk, Sequence
 from plait.engine.sim.mix import Job
 from plait.engine.sim.profile import Profile
@@ -27,8 +28,11 @@ class Answer:
 class Worker:
     """Runs jobs to their ends. `now` is the simulated time: seconds after the trace's first request."""
 
-    def __init__(self, profile: Profile, config: EngineConfig, seed: int = 0):
+    def __init__(
+        self, profile: Profile, config: EngineConfig, seed: int = 0, recorder: Recorder | None = None
+    ):
         self.now = 0.0
+        self.recorder = recorder
         self.iterations = 0
         self.busy = 0.0
         self.model = ModelInfo(
@@ -41,12 +45,12 @@ class Worker:
             block_size=config.block_size,
         )
         self.scheduler = make_scheduler(config, profile.num_blocks, profile.device, lambda: self.now)
+        self.admission = make_admission(self.scheduler)
         self.answers: list[Answer] = []
         self._iteration = profile.iteration
         self._max_in_flight = config.max_running + config.max_waiting
         self._random = random.Random(seed)
         self._in_flight: dict[Sequence, tuple[Answer, int]] = {}
-        self._deadlines: list[tuple[float, int, Sequence]] = []
 
     def run(self, jobs: Iterable[Job]) -> list[Answer]:
         """Give each job to the engine when it arrives, and iterate until all have ended. Jobs are by arrival."""
@@ -58,8 +62,11 @@ class Worker:
             while job and job.request.arrival <= self.now:
                 self._add(job)
                 job = next(coming, None)
-            self._expire()
-            self._step()
+            self._end_overdue()
+            if not self._step():
+                # A batch gathers, until its window is over or somebody comes.
+                until = self.now + self.scheduler.pause()
+                self.now = min(until, max(self.now, job.request.arrival)) if job else until
         return self.answers
 
     def _add(self, job: Job) -> None:
@@ -69,28 +76,30 @@ class Worker:
             check(job.request, self.model)
             if len(self._in_flight) >= self._max_in_flight:
                 raise RequestRefused("overloaded", "max_waiting", "too many requests are in flight")
+            seq = Sequence.of(job.request, self.now)
+            self.admission.check(seq, self.now)
         except RequestRefused as error:
             answer.code = error.code
             return
-        answer.seq = seq = Sequence.of(job.request, self.now)
+        answer.seq = seq
         full = seq.prompt_len + min(job.output, job.request.sampling.max_tokens or job.output)
         self._in_flight[seq] = answer, min(full, self.model.max_tokens_total)
-        if seq.slo.deadline is not None and not seq.slo.serve_late:
-            heappush(self._deadlines, (seq.slo.deadline, len(self.answers), seq))
         self.scheduler.add(seq)
+        if self.recorder:
+            self.recorder.add(seq)
 
-    def _expire(self) -> None:
-        while self._deadlines and self._deadlines[0][0] <= self.now:
-            seq = heappop(self._deadlines)[2]
-            if seq in self._in_flight:
-                self._in_flight.pop(seq)[0].code = "deadline_exceeded"
-                self.scheduler.finish(seq, "error", "deadline_exceeded")
+    def _end_overdue(self) -> None:
+        for seq in self.admission.overdue(self.now):
+            self._in_flight.pop(seq)[0].code = seq.code
+            self.scheduler.finish(seq, "error", seq.message)
 
-    def _step(self) -> None:
+    def _step(self) -> bool:
+        """One iteration; False when there is none to do."""
         chunks = self.scheduler.schedule()
         if not chunks:
-            self.now += self.scheduler.pause()
-            return
+            return False
+        if self.recorder:
+            self.recorder.note(chunks, self.now)
         self.iterations += 1
         seconds = self._seconds(chunks)
         self.now += seconds
@@ -101,6 +110,7 @@ class Worker:
             seq = chunk.seq
             if seq.computed == len(seq.tokens):
                 self._append(seq)
+        return True
 
     def _seconds(self, chunks: list[Chunk]) -> float:
         seconds = self._iteration.seconds(chunks)
@@ -113,6 +123,7 @@ class Worker:
         tokens.append(0)
         if seq.timeline.first_token is None:
             seq.timeline.first_token = self.now
+            self.admission.began(seq, self.now)
         if len(tokens) >= self._in_flight[seq][1]:
             del self._in_flight[seq]
             self.scheduler.finish(seq, "stop")

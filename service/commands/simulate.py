@@ -41,21 +41,30 @@ def command(
             help="Draw attainment over load, up to twice --load.",
         ),
     ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option("--record", dir_okay=False, help="What the first worker does, for `plait trace-view`."),
+    ] = None,
+    admission: Annotated[
+        str, typer.Option("--admission", help="auto, predict or off: as a worker's setting.")
+    ] = "auto",
     compare: Annotated[
         list[str] | None, typer.Option("--compare", help="A further policy in the plot; default: fcfs.")
     ] = None,
 ) -> None:
     """What a policy would do with a trace of requests: objectives met, times, preemptions, refusals."""
     from plait.engine.policies import policy_class
+    from plait.engine.recorder import Recorder
     from plait.engine.sim import profile as profiles
-    from plait.engine.sim.run import policy_name, simulate
+    from plait.engine.sim.run import simulate
     from plait.engine.sim.trace import read
 
     policies = [policy, *(compare or ["fcfs"] if plot else [])]
     try:
         for name in policies:
-            policy_class(policy_name(name))
+            policy_class(name)
         device = profiles.load(profile)
+        device.config(admission=admission)
         rows = read(trace)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
@@ -63,8 +72,12 @@ def command(
         from plait.service.plots import check_target
 
         check_target(plot)
-    report = simulate(rows, device, policy=policy, workers=workers, load=load, seed=seed)
-    given = {"policy": policy, "workers": workers, "load": load, "profile": profile, "seed": seed}
+    recorder = Recorder() if record else None
+    common: dict[str, Any] = {"workers": workers, "seed": seed, "admission": admission}
+    report = simulate(rows, device, policy=policy, load=load, recorder=recorder, **common)
+    if recorder and record:
+        recorder.write(record)
+    given = {"policy": policy, "load": load, "profile": profile, **common}
     if as_json:
         print(json.dumps({**given, **report.flat()}))
     else:
@@ -75,7 +88,7 @@ def command(
 
         loads = [load * share for share in (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)]
         names = list(dict.fromkeys(policies))
-        curves = sweep(rows, device, policies=names, workers=workers, loads=loads, seed=seed)
+        curves = sweep(rows, device, policies=names, loads=loads, **common)
         draw_attainment(
             plot, {name: [asdict(r.overall) for r in curve] for name, curve in curves.items()}, loads
         )

@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from plait.engine import pool
-from plait.engine.api import GenerationRequest, RequestRefused, SamplingParams
+from plait.engine.api import GenerationRequest, Objectives, RequestRefused, SamplingParams
 from plait.engine.attention import NAME
 from plait.engine.config import EngineConfig
 from plait.engine.engine import Engine
 from plait.engine.loader import load, pick_dtype
 from plait.engine.pool import OutOfMemory
+from plait.engine.recorder import read as read_record
 from plait.engine.sequence import Status
 from tiny_models import EOS, save_tiny_llama, tiny, tiny_llama_config
 
@@ -127,7 +128,45 @@ def test_two_requests_of_one_id_and_too_many() -> None:
     made.add(request("c", 3))
     with pytest.raises(RequestRefused) as refused:
         made.add(request("d", 3))
-    assert refused.value.code == "overloaded"
+    assert refused.value.code == "overloaded" and refused.value.retry_after == 1.0
+    assert made.stats().refused == {"max_waiting": 1}
+
+
+def test_whose_deadline_passes_while_it_waits_never_runs() -> None:
+    now = [100.0]
+    made = Engine(
+        EngineConfig(num_blocks=8, max_running=1, vocab_size=258),
+        model=tiny(tiny_llama_config(), attn=NAME),
+        clock=lambda: now[0],
+    )
+    made.add(request("runs", 5, replace(GREEDY, max_tokens=20)))
+    made.add(request("late", 5, priority=0, slo=Objectives(deadline=101.0)))
+    made.add(
+        request("patient", 5, replace(GREEDY, max_tokens=2), slo=Objectives(deadline=101.0, serve_late=True))
+    )
+    made.step()
+    now[0] = 101.0
+    ended = [p.seq for p in made.step() if p.seq.reason == "error"]
+    assert [(s.id, s.reason, s.code) for s in ended] == [("late", "error", "deadline_exceeded")]
+    assert ended[0].timeline.scheduled is None and "late" not in made.seqs
+    while made.has_work():
+        made.step()
+    assert idle(made)
+
+
+def test_what_the_scheduler_did_is_recorded_when_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "record.csv"
+    made = engine(record=str(path))
+    made.generate(
+        [request("a", 20, replace(GREEDY, max_tokens=4)), request("b", 5, replace(GREEDY, max_tokens=6))]
+    )
+    made.save_record()
+    spans = {(s.request, s.state): s.tokens for s in read_record(path)}
+    assert spans[("a", "prefill")] == 20 and spans[("a", "decode")] == 3
+    assert spans[("b", "prefill")] == 5 and spans[("b", "decode")] == 5
+    made.record = tmp_path / "missing" / "record.csv"
+    made.save_record()
+    assert engine().recorder is None
 
 
 def test_sequences_that_exhaust_the_pool_end_and_the_others_go_on() -> None:

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, FalconConfig
 
 from engine_runs import Run, finished
 from plait.engine import process
-from plait.engine.api import GenerationRequest, Output, RequestRefused, SamplingParams
+from plait.engine.api import GenerationRequest, Objectives, Output, RequestRefused, SamplingParams
 from plait.engine.config import EngineConfig
 from plait.engine.engine import Engine
 from plait.engine.process import EngineFailed, EngineProcess
@@ -251,7 +251,7 @@ async def test_refusals(engine: EngineProcess) -> None:
         other = Run(engine, GenerationRequest("three", [1], SamplingParams(max_tokens=3)))
         with pytest.raises(RequestRefused, match="2 requests are in flight") as refused:
             Run(engine, GenerationRequest("four", [1]))
-        assert refused.value.code == "overloaded"
+        assert refused.value.code == "overloaded" and refused.value.retry_after == 1.0
     finally:
         engine.config = replace(engine.config, max_running=6, max_waiting=10_000)
     await finished(run, other)
@@ -269,6 +269,24 @@ async def test_a_resumed_sequence_tells_what_was_not_told(engine: EngineProcess)
         await finished(again)
         assert (ids[:cut] + again.seen[0], before.text + again.seen[1], again.seen[2]) == (ids, text, reason)
         assert not engine.begun(request.request_id)
+
+
+async def test_what_the_engine_refuses_comes_back_with_its_reason(engine: EngineProcess) -> None:
+    """Over the link: a deadline that is over when the request arrives there, and an objective out of reach."""
+    past = time.monotonic() - 1.0
+    runs = [Run(engine, r) for r in requests("warm")]
+    await finished(*runs)
+    prompt = [1] * 400
+    hasty = Run(
+        engine, GenerationRequest("hasty", prompt, slo=Objectives(first_token=time.monotonic() + 1e-4))
+    )
+    late = Run(engine, GenerationRequest("late", prompt, slo=Objectives(deadline=past)))
+    refused, expired = await finished(hasty, late)
+    assert (refused.reason, refused.code) == ("error", "overloaded")
+    assert refused.message.startswith("slo.ttft_ms") and refused.retry_after > 0
+    assert (expired.reason, expired.code) == ("error", "deadline_exceeded")
+    assert expired.message.startswith("slo.deadline_ms") and not hasty.tokens and not late.tokens
+    await until(lambda: sum(engine.stats.refused.values()) >= 1)
 
 
 async def test_a_receiver_that_fails_harms_nobody(engine: EngineProcess) -> None:

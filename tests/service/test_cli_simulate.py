@@ -96,3 +96,39 @@ def test_a_profile_of_one_s_own(trace, tmp_path, capsys):
     path.write_text((FOLDER / "h100-8b.toml").read_text().replace("fixed = 4.0e-3", "fixed = 1.0"))
     assert run(["simulate", "-t", str(trace), "--profile", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ttft_p50"] > 1.0
+
+
+def test_a_record_becomes_a_picture(tmp_path, capsys):
+    trace = write(tmp_path / "trace.csv", rows(60, per_second=200.0))
+    record = tmp_path / "record.csv"
+    assert run(["simulate", "-t", str(trace), "--record", str(record), "--load", "3"]) == 0
+    for name, begin in (("a.png", b"\x89PNG"), ("a.svg", b"<?xml"), ("a.html", b"<!doctype html>")):
+        assert run(["trace-view", str(record), "--out", str(tmp_path / name)]) == 0
+        assert (tmp_path / name).read_bytes().startswith(begin)
+    assert run(["trace-view", str(record)]) == 0
+    assert (tmp_path / "record.svg").exists()
+    assert "60 requests" in capsys.readouterr().out
+    svg = (tmp_path / "a.svg").read_text()
+    assert all(color in svg for color in ("#d95f02", "#1b9e77")), "prefill and decode are in the picture"
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        (["nothing.csv"], "nothing.csv"),
+        (["trace.csv"], "line 1: the columns are not"),
+        (["trace.csv", "--out", "x.pdf"], "ends in .svg or .html or .png"),
+        (["record.csv", "--first", "100000"], "no iteration from 100000"),
+    ],
+)
+def test_trace_view_says_what_is_wrong(trace, tmp_path, capsys, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    assert run(["simulate", "-t", str(trace), "--record", "record.csv"]) == 0
+    assert run(["trace-view", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+
+
+def test_a_wrong_admission_is_refused(trace, capsys):
+    assert run(["simulate", "-t", str(trace), "--admission", "maybe"]) == 2
+    assert "auto, predict or off" in capsys.readouterr().err

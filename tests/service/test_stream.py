@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import time
 from typing import Any
 
@@ -143,7 +144,7 @@ async def test_refusal_after_some_choices_were_taken() -> None:
         from plait.engine.api import RequestRefused
 
         if taken:
-            raise RequestRefused("overloaded", "queue", "is full")
+            raise RequestRefused("overloaded", "slo.ttft_ms", "would take 900 ms", retry_after=0.7304)
         taken.append(request)
         submit(request, on_output)
 
@@ -151,9 +152,38 @@ async def test_refusal_after_some_choices_were_taken() -> None:
     bench = Bench(engine)
     (error,) = await bench.serve(body(sampling=Sampling(n=2)))
     assert isinstance(error, ErrorEvent) and error.code == "overloaded" and error.retryable
+    assert error.retry_after_ms == 730 and error.message == "slo.ttft_ms: would take 900 ms"
     assert engine.cancelled == [taken[0].request_id]
     await until(lambda: engine.idle)
     ended_well(bench)
+
+
+@pytest.mark.parametrize(
+    ("retry_after", "retryable", "retry_after_ms"),
+    [(2.0, True, 2000), (None, True, None), (math.inf, False, None)],
+)
+async def test_what_the_engine_gives_up_says_when_to_come_back(
+    retry_after: float | None, retryable: bool, retry_after_ms: int | None
+) -> None:
+    """Two of three choices: one terminal event."""
+    engine = FakeEngine(retry_after=retry_after)
+    engine.fail_next("overloaded")
+    engine.fail_next("overloaded")
+    bench = Bench(engine)
+    *tokens, error = await bench.serve(body(sampling=Sampling(n=3)))
+    assert all(isinstance(event, TokensEvent) for event in tokens)
+    assert isinstance(error, ErrorEvent) and error.code == "overloaded"
+    assert (error.retryable, error.retry_after_ms) == (retryable, retry_after_ms)
+    await until(lambda: engine.idle)
+    ended_well(bench)
+
+
+async def test_a_deadline_does_not_end_what_is_wanted_late() -> None:
+    bench = Bench(FakeEngine(pace=0.02))
+    late = Slo(deadline_ms=100, on_miss="serve")
+    *_, done = await bench.serve(body(slo=late, sampling=Sampling(max_tokens=20)))
+    assert isinstance(done, DoneEvent) and done.slo.deadline_met is False
+    assert done.usage.completion_tokens == 20
 
 
 @pytest.mark.parametrize(
