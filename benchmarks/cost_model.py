@@ -26,7 +26,7 @@ from plait.engine.sim.profile import work
 
 NAMES = ("fixed", "prefill_token", "decode", "kv_token", "pair")
 DECODES, CONTEXTS = (1, 4, 16, 32, 64), (32, 256, 640)
-PREFILLS, BEHIND = (16, 64, 128, 192, 256), (0, 512, 1024)
+PREFILLS, BEHIND = (16, 64, 128, 192, 256), (0, 768)
 
 
 class Meter:
@@ -55,7 +55,7 @@ class Meter:
         for name in list(self.engine.seqs):
             self.engine.cancel(name)
 
-    def decodes(self, count: int, context: int, iterations: int = 9) -> tuple[tuple[int, ...], float]:
+    def decodes(self, count: int, context: int, iterations: int = 7) -> tuple[tuple[int, ...], float]:
         """One sample: the median of some iterations in which all decode."""
         for _ in range(count):
             self.add(context, 200)
@@ -65,7 +65,7 @@ class Meter:
         self.clear()
         return times[iterations // 2][0], statistics.median(seconds for _, seconds in times)
 
-    def prefill(self, tokens: int, behind: int, times: int = 5) -> tuple[tuple[int, ...], float]:
+    def prefill(self, tokens: int, behind: int, times: int = 3) -> tuple[tuple[int, ...], float]:
         """One sample: a chunk of a prompt, `behind` tokens after its begin."""
         budget, found = self.engine.scheduler.token_budget, []
         for _ in range(times):
@@ -136,9 +136,12 @@ def main() -> None:
     args = parser.parse_args()
     engine = Engine(EngineConfig(model=args.model, dtype=args.dtype, device="cpu"))
     engine.warm_up()
+    began = time.perf_counter()
     meter = Meter(engine)
-    grid = [meter.decodes(n, context) for n in DECODES for context in CONTEXTS]
+    grid = [meter.decodes(n, context) for n in DECODES for context in CONTEXTS if n * context <= 16_384]
+    print(f"decodes after {time.perf_counter() - began:.0f} s", flush=True)
     grid += [meter.prefill(n, behind) for n in PREFILLS for behind in BEHIND]
+    print(f"prefills after {time.perf_counter() - began:.0f} s", flush=True)
     traffic = meter.traffic(args.seconds)
     # The grid spans what can be asked for; the traffic is what happens, and shows how much iterations differ.
     weight = max(1, len(traffic) // (4 * len(grid)))

@@ -17,6 +17,9 @@ from plait.engine.sequence import Sequence, Status
 
 WARM = 50
 """Iterations that the time model must have seen before a forecast refuses anybody."""
+SURE = 3.0
+"""A newcomer is refused when its forecast is so many times over. To refuse one in error costs an answer; to let one in
+that waits in vain costs nothing, for it is given up before it reaches the device."""
 OVER = "the time is over"
 RETRY = (0.1, 600.0)
 """The shortest and the longest `retry_after`, seconds."""
@@ -82,15 +85,15 @@ class Admission:
         slo = seq.slo
         if slo.first_token is not None:
             left = slo.first_token - now
-            if f.first_token > left:
+            if f.first_token > SURE * left or f.first_token_alone > left:
                 self._refuse("slo.ttft_ms", "first token", f.first_token, left, f.first_token_alone <= left)
         if slo.per_token is not None and f.per_token > slo.per_token:
             possible = f.per_token_alone <= slo.per_token
             self._refuse("slo.tpot_ms", "time per token", f.per_token, slo.per_token, possible)
         if slo.deadline is not None:
             left = slo.deadline - now
-            if f.completion > left:
-                alone = f.first_token_alone + (f.completion - f.first_token)
+            alone = f.first_token_alone + (f.completion - f.first_token)
+            if f.completion > SURE * left or alone > left:
                 self._refuse("slo.deadline_ms", "last token", f.completion, left, alone <= left)
 
     def _refuse(self, field: str, what: str, predicted: float, left: float, possible: bool) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from math import ceil, exp, inf
 
 from plait.engine.budget import HASTE
@@ -21,7 +20,7 @@ LOOKS = 128
 """Waiting sequences that are looked at for one prediction; of more, each stands for its neighbours."""
 MEMORY = 30.0
 """Seconds over which the load by priority is averaged."""
-MOST = 0.8
+MOST = 0.5
 """Share of the device that more urgent work is believed to take at most."""
 
 
@@ -111,14 +110,13 @@ class Forecaster:
         whole = times.predict(left, 0, 0, left * (seq.computed + left / 2))
         return whole + (ceil(left / self.scheduler.token_budget) - 1) * times.predict(0, 0, 0)
 
-    def _before(self, seq: Sequence, now: float) -> Iterator[tuple[Sequence, float]]:
+    def _before(self, seq: Sequence, now: float) -> Iterator[tuple[Sequence, int]]:
         """Those that wait and rank before it, each with how many it stands for."""
-        policy, waiting = self.scheduler.policy, self.scheduler.waiting
+        policy = self.scheduler.policy
         seq.key, seq.expires = policy.key(seq, now)
-        mine, step = policy.rank(seq), max(1, len(waiting) // LOOKS)
-        for other in islice(iter(waiting), 0, None, step):
-            if policy.rank(other) <= mine:
-                yield other, step
+        mine = policy.rank(seq)
+        some, weight = self.scheduler.waiting.sample(LOOKS)
+        return ((other, weight) for other in some if policy.rank(other) <= mine)
 
     def _places(self, seq: Sequence, places: float, blocks: float, now: float) -> float:
         """Iterations until answers have ended, or yielded, whose seats and memory it needs."""

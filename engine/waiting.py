@@ -114,6 +114,12 @@ class WaitingQueue:
             del self.lanes[seq.lane]
         self._ages.leave()
 
+    def sample(self, most: int) -> tuple[list[Sequence], int]:
+        """About `most` of them, spread over all, and how many each stands for."""
+        entries = self._ages.entries
+        step = max(1, len(entries) // most)
+        return [entry[3] for entry in entries[::step] if _waits(entry)], step
+
     def __len__(self) -> int:
         return self._ages.size
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 from plait.engine.sim.profile import Iteration, Profile
 from plait.engine.sim.trace import Row
@@ -12,7 +13,7 @@ from plait.engine.sim.trace import Row
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
 
-def device(num_blocks: int = 400, *, noise: float = 0.0, **engine: int) -> Profile:
+def device(num_blocks: int = 400, *, noise: float = 0.0, **engine: Any) -> Profile:
     """10 ms an iteration, 1 ms a prompt token and 1 ms a decode: at most 64 tokens in an iteration of 8 sequences."""
     return Profile(
         name="test",
