@@ -302,7 +302,8 @@ class Outbox:
                 self._metrics.publish_errors.labels(retried="no").inc()
                 if first.producer is not None:
                     await self._publisher.renew(first.producer)
-                raise PublishFailed(f"{self.topic} refused an event: {say(error)}") from error
+                size = len(first.value)
+                raise PublishFailed(f"{self.topic} refused an event of {size} bytes: {say(error)}") from error
             self._metrics.publish_errors.labels(retried="yes").inc()
             log.warning(
                 "an event to %s was not delivered, trying again: %s", self.topic, error and say(error)
