@@ -138,7 +138,7 @@ def main() -> None:
     engine.warm_up()
     began = time.perf_counter()
     meter = Meter(engine)
-    grid = [meter.decodes(n, context) for n in DECODES for context in CONTEXTS if n * context <= 16_384]
+    grid = [meter.decodes(n, context) for n in DECODES for context in CONTEXTS if n * context <= 8_192]
     print(f"decodes after {time.perf_counter() - began:.0f} s", flush=True)
     grid += [meter.prefill(n, behind) for n in PREFILLS for behind in BEHIND]
     print(f"prefills after {time.perf_counter() - began:.0f} s", flush=True)
