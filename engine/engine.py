@@ -197,6 +197,7 @@ class Engine:
         length = max(1, min(self.scheduler.token_budget, total - 2))
         sampling = SamplingParams(max_tokens=min(2, total - length), ignore_eos=True)
         self.runner.warm_up()
+        self.scheduler.rehearse(True)
         try:
             self.generate([GenerationRequest("warm-up", [0] * length, sampling)])
         except torch.OutOfMemoryError as error:
@@ -205,6 +206,7 @@ class Engine:
                 f"{self.model.num_blocks * 3 // 4} (now {self.model.num_blocks}), or token_budget to "
                 f"{self.scheduler.token_budget // 2} (now {self.scheduler.token_budget}); the device said: {error}"
             ) from error
+        self.scheduler.rehearse(False)
         self.counters = Counters()
 
     def save_record(self) -> None:

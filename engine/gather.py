@@ -24,6 +24,7 @@ class Gate:
         window = config.batch_window_ms / 1000
         self.window = min(inf if config.batching == "static" else window, config.max_wait_seconds)
         self.places = 0.0
+        self.gathers = True
 
     def open(self, running: int, waiting: int, oldest: float, now: float) -> None:
         """Look at the queue: `oldest` is when the first of those that wait arrived."""
@@ -31,7 +32,7 @@ class Gate:
             if self.continuous:
                 self.places = inf
             return
-        ready = waiting >= self.size or now - oldest >= self.window
+        ready = waiting >= self.size or now >= self.opens_at(oldest)
         self.places = 0 if not ready else inf if self.continuous else min(waiting, self.size)
 
     def joined(self) -> None:
@@ -47,4 +48,4 @@ class Gate:
             self.places = 0
 
     def opens_at(self, oldest: float) -> float:
-        return oldest + self.window
+        return oldest + self.window if self.gathers else oldest

@@ -60,7 +60,7 @@ class Scheduler:
         self.seats = list(range(config.max_running - 1, -1, -1))
         self.preemptions = 0
         self.admitted: list[Sequence] = []
-        self.load = Load()
+        self.load, self.learns = Load(), True
         self._tight = False
         self._long = 0
         self._chosen: dict[Sequence, Chunk] = {}
@@ -70,6 +70,10 @@ class Scheduler:
         seq.number = next(self._numbers)
         seq.long = 0 < self.config.long_tokens <= len(seq.tokens) + self.lengths.remaining(seq)
         self.waiting.push(seq, self.clock())
+
+    def rehearse(self, on: bool) -> None:
+        """While it is on, nothing is learnt from times and lengths and no batch gathers: for a warm-up."""
+        self.learns, self.gate.gathers = not on, not on
 
     def has_work(self) -> bool:
         return bool(self.running) or len(self.waiting) > 0
@@ -151,8 +155,7 @@ class Scheduler:
     def _widen(self, seq: Sequence, limit: float = inf) -> None:
         """More of the prompt, as far as the budget goes."""
         chunk = self._chosen[seq]
-        more = max(0, int(min(seq.remaining, limit) - chunk.count))
-        more = min(more, max(0, self._budget))
+        more = max(0, min(int(min(seq.remaining, limit)) - chunk.count, self._budget))
         chunk.count += more
         self._budget -= more
 
@@ -265,7 +268,8 @@ class Scheduler:
 
     def took(self, seconds: float) -> None:
         """The iteration that was scheduled last took so long."""
-        self.times.observe(self.load, seconds)
+        if self.learns:
+            self.times.observe(self.load, seconds)
 
     def finish(self, seq: Sequence, reason: FinishReason, message: str | None = None) -> None:
         """End a sequence in whatever state it is; ending one twice changes nothing."""
@@ -279,7 +283,7 @@ class Scheduler:
             self._tight = False
         else:
             self.waiting.remove(seq)
-        if reason in ("stop", "length"):
+        if reason in ("stop", "length") and self.learns:
             self.lengths.ended(seq)
         seq.reason, seq.message = reason, message
         seq.timeline.finished = self.clock()

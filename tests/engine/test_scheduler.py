@@ -332,6 +332,11 @@ def test_a_batch_starts_when_it_is_full_or_its_time_has_come(
     levers = {"batching": batching, "batch_window_ms": window, "max_wait_seconds": 20.0}
     drive = Drive(num_blocks=32, max_running=3, policy="fcfs", levers=levers)
     one = drive.add(prompt=2, max_tokens=3)
+    drive.scheduler.rehearse(True)
+    drive.scheduler.took(60.0)
+    assert drive.scheduler.times.observations == 0
+    assert drive.scheduler.pause() == 0, "a warm-up waits for nobody"
+    drive.scheduler.rehearse(False)
     while not drive.step():
         assert drive.scheduler.pause() > 0
     assert drive.now - one.timeline.arrived == starts
