@@ -22,7 +22,7 @@ from plait.engine.sequence import Status
 
 KINDS = ("continuous", "dynamic", "static")
 RESULTS = Path(__file__).parent / "results"
-MEAN, SIGMA, LONGEST = 60, 1.0, 400
+MEAN, SIGMA, LONGEST = 40, 1.0, 300
 
 
 def requests(count: int, per_second: float | None) -> list[GenerationRequest]:
@@ -88,9 +88,9 @@ def table(results: dict[str, dict[str, float]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arrivals", choices=("at-once", "poisson"), default="at-once")
-    parser.add_argument("--per-second", type=float, default=4.0, help="of the Poisson arrivals")
-    parser.add_argument("--requests", type=int, default=48)
-    parser.add_argument("--seats", type=int, default=16)
+    parser.add_argument("--per-second", type=float, default=5.0, help="of the Poisson arrivals")
+    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--seats", type=int, default=8)
     parser.add_argument("--runs", type=int, default=1)
     args = parser.parse_args()
     rate = args.per_second if args.arrivals == "poisson" else None

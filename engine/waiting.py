@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from itertools import count
+from math import inf
 
 from plait.engine.policies.base import Policy
 from plait.engine.sequence import Sequence, Status
@@ -68,12 +69,16 @@ class WaitingQueue:
         """Its status is WAITING. With `first` it comes before all that were pushed without."""
         seq.ticket = next(self._tickets)
         self.policy.queued(seq)
+        if seq.timeline.first_token is not None:
+            seq.expires = inf  # it began in time, or did not; waiting again changes nothing of that
         seq.lane = FIRST if first else (seq.long, self.policy.lane(seq))
         self._place(seq, now)
         self._ages.push(seq.timeline.arrived, seq)
 
     def _place(self, seq: Sequence, now: float) -> None:
-        if not seq.preemptions or now >= seq.expires:
+        if now >= seq.expires:
+            seq.key, seq.expires = self.policy.expired(seq), inf
+        elif not seq.preemptions:
             seq.key, seq.expires = self.policy.key(seq, now)
         if seq.lane not in self.lanes:
             self.lanes[seq.lane] = Heap()

@@ -27,8 +27,12 @@ class Policy:
         return None
 
     def key(self, seq: Sequence, now: float) -> tuple[float, float]:
-        """Its place in the lane, the smallest first, and the moment from which that is to be asked again."""
+        """Its place in the lane, the smallest first, and the moment from which `expired` is to be asked instead."""
         return seq.timeline.arrived, inf
+
+    def expired(self, seq: Sequence) -> float:
+        """Its place from then on; cheap, since thousands may expire at once."""
+        return seq.key
 
     def rank(self, seq: Sequence) -> float:
         """Its place among all: the smallest runs next, the largest is preempted first; in a lane as by key."""

@@ -30,6 +30,10 @@ class Slo(Policy):
             return seq.timeline.arrived + self.late_by, inf
         return min(start, seq.timeline.arrived + PATIENCE if start == inf else start), start
 
+    def expired(self, seq: Sequence) -> float:
+        seq.late = True
+        return seq.timeline.arrived + self.late_by
+
     def yields(self, running: Sequence, waiting: Sequence, now: float) -> bool:
         """One with nothing to lose yields to one that could still make it."""
         return waiting.expires < inf and (running.late or running.expires == inf)
@@ -65,6 +69,10 @@ class Default(Policy):
         if seq.late:
             return moment + self.LATE, inf
         return moment, start
+
+    def expired(self, seq: Sequence) -> float:
+        seq.late = True
+        return seq.key + self.LATE
 
     def rank(self, seq: Sequence) -> float:
         ahead = self.shares.counters.get(seq.tenant, 0.0) - self.shares.least()

@@ -26,10 +26,10 @@ class ByRoom(Policy):
         return seq.tenant
 
     def key(self, seq: Sequence, now: float) -> tuple[float, float]:
-        if seq.late or (seq.expires < float("inf") and now >= seq.expires):
-            seq.late = True
-            return 5.0 - seq.priority, float("inf")
-        return -float(seq.priority), min(seq.expires, now + 1)
+        return -float(seq.priority), now + 1
+
+    def expired(self, seq: Sequence) -> float:
+        return 5.0 - seq.priority
 
     def rank(self, seq: Sequence) -> float:
         return seq.key - 100 * (seq.tenant == self.favour)
