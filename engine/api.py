@@ -163,6 +163,18 @@ class EngineStats:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    swaps: int = 0
+    """Preemptions after which a sequence kept what it had computed."""
+    swapped_out_blocks: int = 0
+    """Copied to the CPU pool, of preempted sequences and of the prefix cache."""
+    swapped_in_blocks: int = 0
+    host_blocks: int = 0
+    """Of the CPU pool."""
+    host_blocks_used: int = 0
+    prefix_queried_tokens: int = 0
+    """Tokens of sequences that came in and were looked up in the prefix cache."""
+    prefix_hit_tokens: int = 0
+    """Those of them that were there."""
     restarts: int = 0
     prediction_error: float = 0.0
     """Mean relative error of the iteration-time model over the last iterations."""

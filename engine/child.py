@@ -106,7 +106,8 @@ def row(progress: Progress) -> list[Any]:
 def finish(seq: Sequence) -> list[Any]:
     t = seq.timeline
     error = [seq.code, seq.message, seq.retry_after]
-    return [seq.reason, error, t.scheduled, t.first_token, t.finished, t.preemptions, 0]
+    times = [t.scheduled, t.first_token, t.finished, t.preemptions, t.swaps]
+    return [seq.reason, error, *times, seq.cached_tokens]
 
 
 if __name__ == "__main__":

@@ -58,6 +58,14 @@ class EngineConfig:
     record: str = ""
     """A file for what the scheduler did with the first requests, for `plait trace-view`; written when the engine
     becomes idle and at its end."""
+    preemption: str = "auto"
+    """What becomes of a preempted sequence's KV: `swap` copies it to the CPU pool while that has room, `recompute`
+    drops it, `auto` does what a cost model fitted to this machine says is cheaper."""
+    swap_bytes: int = -1
+    """Size of the CPU pool for preempted sequences and for what falls out of the prefix cache; 0 for none. By default 1
+    GiB beside a CPU and 4 GiB (pinned) beside a GPU, or a quarter of the free memory if that is less."""
+    prefix_cache: bool = True
+    """Whether prompts of one tenant that begin alike share the KV of their full blocks."""
     threads: int = 0
     """Threads of the CPU device: by default the processors this process may use."""
     cuda_graphs: bool = True
@@ -97,6 +105,14 @@ class EngineConfig:
             raise ValueError(f"admission must be auto, predict or off, not {self.admission!r}")
         if self.batching not in ("continuous", "dynamic", "static"):
             raise ValueError(f"batching must be continuous, dynamic or static, not {self.batching!r}")
+        if self.preemption not in ("auto", "swap", "recompute"):
+            raise ValueError(f"preemption must be auto, swap or recompute, not {self.preemption!r}")
+        if self.swap_bytes < -1:
+            raise ValueError(f"swap_bytes must not be negative, but for -1, by device: {self.swap_bytes}")
+        if self.preemption == "swap" and self.swap_bytes == 0:
+            raise ValueError(
+                "preemption = swap needs a CPU pool: set swap_bytes above 0, or preemption to auto"
+            )
         if self.dtype not in ("auto", "bfloat16", "float16", "float32", "int8"):
             raise ValueError(f"dtype must be auto, bfloat16, float16, float32 or int8, not {self.dtype!r}")
 

@@ -82,7 +82,15 @@ class Engine:
             num_blocks=self.runner.num_blocks,
             block_size=config.block_size,
         )
-        self.scheduler = make_scheduler(config, self.runner.num_blocks, self.runner.device.type, clock)
+        self.scheduler = make_scheduler(
+            config,
+            self.runner.num_blocks,
+            self.runner.device.type,
+            clock,
+            host_blocks=self.runner.host_blocks,
+            mover=self.runner.mover,
+            costs=self.runner.costs,
+        )
         self.admission = make_admission(self.scheduler)
         self.recorder = Recorder() if config.record else None
         self.record = Path(config.record)
@@ -198,7 +206,9 @@ class Engine:
         sampling = SamplingParams(max_tokens=min(2, total - length), ignore_eos=True)
         self.runner.warm_up()
         self.scheduler.rehearse(True)
+        kv = self.scheduler.kv
         try:
+            self.runner.rehearse_copies()
             self.generate([GenerationRequest("warm-up", [0] * length, sampling)])
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(
@@ -207,6 +217,8 @@ class Engine:
                 f"{self.scheduler.token_budget // 2} (now {self.scheduler.token_budget}); the device said: {error}"
             ) from error
         self.scheduler.rehearse(False)
+        kv.clear()
+        kv.queried_tokens = kv.hit_tokens = 0
         self.counters = Counters()
 
     def save_record(self) -> None:
@@ -219,11 +231,12 @@ class Engine:
 
     def stats(self) -> EngineStats:
         s, c = self.scheduler, self.counters
+        kv, host = s.kv, s.kv.store.host
         return EngineStats(
             waiting=len(s.waiting),
             running=len(s.running),
-            free_blocks=len(s.kv.blocks.free),
-            total_blocks=s.kv.blocks.num_blocks,
+            free_blocks=kv.blocks.available,
+            total_blocks=kv.blocks.num_blocks,
             iterations=c.iterations,
             prompt_tokens=c.prompt_tokens,
             generated_tokens=c.generated_tokens,
@@ -231,6 +244,13 @@ class Engine:
             prediction_error=s.times.error,
             refused=dict(self.admission.refused),
             forecast_error=self.admission.error,
+            swaps=kv.swaps,
+            swapped_out_blocks=kv.store.swapped_out,
+            swapped_in_blocks=kv.store.swapped_in,
+            host_blocks=host.num_blocks,
+            host_blocks_used=host.num_blocks - len(host.free),
+            prefix_queried_tokens=kv.queried_tokens,
+            prefix_hit_tokens=kv.hit_tokens,
             time=self.runner.break_down(self.watch.seconds),
         )
 

@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from typing import Literal
 
 from plait.engine.block_manager import BlockManager
-from plait.engine.page_store import Mover, PageStore
+from plait.engine.page_store import PageStore
 from plait.engine.prefix_cache import Page, PrefixCache
 from plait.engine.sequence import Chunk, Sequence
 from plait.engine.swap_cost import SwapCosts
+from plait.engine.transfer import Mover
 
 Preemption = Literal["auto", "swap", "recompute"]
 

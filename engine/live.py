@@ -64,12 +64,13 @@ class Live:
 
     def close(self, output: Output, finish: list[Any]) -> None:
         """The engine's last word on it."""
-        reason, (code, message, retry_after), scheduled, first, finished, preemptions, cached = finish
+        reason, (code, message, retry_after), scheduled, first, finished, preemptions, swaps, cached = finish
         t = self.timeline
         t.scheduled = t.scheduled or scheduled
         t.first_token = min((x for x in (t.first_token, first) if x is not None), default=None)
         t.finished = finished
         t.preemptions += preemptions
+        t.swaps += swaps
         if self.text.stopped:
             reason = "stop"
         if reason == "error":

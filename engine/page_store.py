@@ -7,38 +7,10 @@ aside at once, so they are never lost. The copy itself is made as late as it can
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from plait.engine.block_manager import BlockManager
 from plait.engine.prefix_cache import Page, PrefixCache
 from plait.engine.swap_cost import SwapCosts
-
-Pairs = list[tuple[int, int]]
-
-
-class Transfer(Protocol):
-    """A copy under way."""
-
-    def done(self) -> bool: ...
-
-
-class Mover(Protocol):
-    """Copies blocks, all layers of each, in the order in which it is told to.
-
-    It may return before a copy is made, as long as no later copy and no iteration sees the difference; the
-    iterations' part is `Runner.run`'s, which waits for the copies that concern its blocks.
-    """
-
-    ahead: int
-    """How many blocks more it copies out when one has to be; 0 where a copy holds up the caller."""
-
-    def out(self, pairs: Pairs) -> None:
-        """(device block, host block)"""
-        ...
-
-    def into(self, pairs: Pairs) -> Transfer | None:
-        """(host block, device block). None when they are there already."""
-        ...
+from plait.engine.transfer import Mover, Pairs, Transfer
 
 
 class PageStore:

@@ -44,6 +44,26 @@ def plan(config: EngineConfig, per_block: int, device: torch.device, reserve: in
     return blocks
 
 
+def plan_host(config: EngineConfig, per_block: int, device: torch.device) -> int:
+    """How many blocks the pool in the host's memory gets. Raises OutOfMemory when they cannot fit."""
+    if not config.swap_bytes or (config.preemption == "recompute" and not config.prefix_cache):
+        return 0
+    free = free_bytes(torch.device("cpu"))
+    if config.swap_bytes < 0:
+        wanted = min((4 if device.type == "cuda" else 1) * GIB, free // 4)
+    else:
+        wanted = config.swap_bytes
+        # Pinned memory is taken in powers of two.
+        taken = 1 << (wanted - 1).bit_length() if device.type == "cuda" else wanted
+        if taken > free or wanted < per_block:
+            raise OutOfMemory(
+                f"a CPU pool of {wanted} bytes takes {taken / GIB:.2f} GiB of the {free / GIB:.2f} GiB that are free, "
+                f"for {wanted // per_block} blocks of {per_block} bytes: set swap_bytes to between {per_block} and "
+                f"{int(free * 0.9)}, or to 0"
+            )
+    return wanted // per_block
+
+
 def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from plait.engine import fastpath, fused, graphs, pool
 from plait.engine.config import EngineConfig
 from plait.engine.graphs import DecodeGraphs
+from plait.engine.movers import make_mover
 from plait.engine.probe import probe
 from plait.engine.sequence import Chunk
 from plait.engine.staging import Staging
+from plait.engine.swap_cost import SwapCosts
 from plait.engine.tables import BlockTables
 from plait.kernels.attention import PagedAttention
 from plait.kernels.batch import Batch
@@ -42,6 +44,9 @@ class Runner:
         memory = pool.make(
             self.num_blocks, len(shapes), kv_heads, dim, config.block_size, self.dtype, self.device
         )
+        self.costs = SwapCosts(per_block, config.block_size)
+        self.host_blocks = pool.plan_host(config, per_block, self.device)
+        self.mover = make_mover(memory, self.host_blocks, self.costs)
         self.compiled: list[Decoder | PanelLinear] = []
         self.attention = PagedAttention(memory, q_heads)
         if self.device.type == "cpu":
@@ -56,12 +61,17 @@ class Runner:
         self.graphs = DecodeGraphs(self._forward, self.tables, memory, self.max_tokens_total)
 
     def break_down(self, seconds: Mapping[str, float]) -> dict[str, float]:
-        """Split the time of the model, as far as its parts are ours: product, attention, rotary, norm."""
+        """Split the time of the model, as far as its parts are ours: product, attention, rotary, norm; and tell the
+        time of copies, which on a GPU pass beside all else."""
         parts = dict(seconds)
         for part in self.compiled:
             for name, spent in part.spent().items():
                 parts[name] = parts.get(name, 0.0) + spent
                 parts["model"] = parts.get("model", 0.0) - spent
+        if self.mover is not None:
+            parts["swapping"] = self.mover.seconds
+            if not self.mover.ahead:
+                parts["scheduling"] = parts.get("scheduling", 0.0) - self.mover.seconds
         return parts
 
     def warm_up(self) -> None:
@@ -69,11 +79,21 @@ class Runner:
         if self.wants_graphs:
             self.graphs.capture(graphs.recorder())
 
+    def rehearse_copies(self) -> None:
+        """Copy a few blocks of no content, so that the cost model knows what it takes."""
+        if self.mover is not None:
+            pairs = [(i, i) for i in range(min(16, self.host_blocks, self.num_blocks))]
+            for _ in range(3):
+                self.mover.out(pairs)
+                self.mover.into(pairs)
+
     def run(self, chunks: list[Chunk]) -> Tensor:
         """Compute the chunks. Gives the logits [R, vocabulary] after the last token of each chunk that samples.
 
         They are valid until the next call.
         """
+        if self.mover is not None:
+            self.mover.settle(c.seq.blocks for c in chunks)
         counts = np.array([c.count for c in chunks])
         starts = np.array([c.seq.computed for c in chunks])
         seats = np.array([self.tables.seat(c.seq) for c in chunks])

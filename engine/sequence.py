@@ -7,8 +7,8 @@ from enum import Enum
 from math import inf
 
 from plait.engine.api import FinishReason, GenerationRequest, Objectives, SamplingParams, Timeline
-from plait.engine.page_store import Transfer
 from plait.engine.prefix_cache import Page
+from plait.engine.transfer import Transfer
 
 
 class Status(Enum):

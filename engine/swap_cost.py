@@ -1,10 +1,12 @@
 """What is cheaper: to copy KV out and back, or to compute it again. Fitted to what the engine does.
 
-Everything is a ratio of discounted sums, seconds over units: large observations count more than small ones, old
-ones fade, and one outlier moves little.
+What a copy takes is a ratio of discounted sums, seconds over bytes: large copies count more than small ones, old
+ones fade, and one outlier moves little. What computing takes is the iteration-time model's to say.
 """
 
 from __future__ import annotations
+
+from plait.engine.time_model import TimeModel
 
 KEEP = 0.95
 """What is left of an observation's weight after the next one."""
@@ -32,29 +34,24 @@ class Rate:
 class SwapCosts:
     """Seconds to recompute tokens and to copy blocks of `block_bytes` bytes and `block_size` tokens.
 
-    Priors: 1,000 tokens a second and 8 GB/s, those of a small processor; a few iterations and copies replace them.
+    The prior of a copy is 8 GB/s, that of a small processor's memory; a few copies replace it.
     """
 
     def __init__(self, block_bytes: int, block_size: int):
         self.block_bytes, self.block_size = block_bytes, block_size
-        self.prefill = Rate(1e-3, 32)
-        self.decode = Rate(1e-2, 1)
-        """Seconds of an iteration without a prompt."""
+        self.times = TimeModel()
+        """The scheduler's, once there is one."""
         self.out, self.into = Rate(1 / 8e9, 1 << 20), Rate(1 / 8e9, 1 << 20)
-
-    def ran(self, prefill_tokens: int, seconds: float) -> None:
-        """An iteration took `seconds`; what it took beyond one without a prompt, the prompts' tokens took."""
-        if prefill_tokens:
-            self.prefill.add(prefill_tokens, max(seconds - self.decode.value, seconds / 2))
-        else:
-            self.decode.add(1, seconds)
 
     def moved(self, blocks: int, seconds: float, *, out: bool) -> None:
         """A copy of so many blocks, to the host if `out`, took `seconds`."""
         (self.out if out else self.into).add(blocks * self.block_bytes, seconds)
 
     def recompute(self, tokens: int) -> float:
-        return tokens * self.prefill.value
+        """Seconds by which iterations get longer when so many first tokens of a sequence are computed in them."""
+        times = self.times
+        again = times.predict(tokens, 0, 0, tokens * tokens / 2) - times.predict(0, 0, 0)
+        return max(again, tokens * times.per_prompt_token)
 
     def transfer(self, out: int, into: int) -> float:
         """Seconds to copy `out` blocks to the host and `into` blocks back."""

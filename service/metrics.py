@@ -79,4 +79,19 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily(
             names.ENGINE_FORECAST_ERROR, "Mean error of forecast first tokens", stats.forecast_error
         )
+        yield CounterMetricFamily(names.ENGINE_SWAPS, "Preemptions with KV kept", stats.swaps)
         yield CounterMetricFamily(names.ENGINE_RESTARTS, "Restarts after crashes", stats.restarts)
+        swapped = CounterMetricFamily(names.ENGINE_SWAPPED_BLOCKS, "KV blocks copied", labels=["direction"])
+        swapped.add_metric(["out"], stats.swapped_out_blocks)
+        swapped.add_metric(["in"], stats.swapped_in_blocks)
+        yield swapped
+        host = GaugeMetricFamily(names.ENGINE_HOST_BLOCKS, "Blocks of the CPU pool", labels=["state"])
+        host.add_metric(["used"], stats.host_blocks_used)
+        host.add_metric(["free"], stats.host_blocks - stats.host_blocks_used)
+        yield host
+        prefix = CounterMetricFamily(
+            names.ENGINE_PREFIX_TOKENS, "Tokens looked up in the prefix cache", labels=["result"]
+        )
+        prefix.add_metric(["hit"], stats.prefix_hit_tokens)
+        prefix.add_metric(["miss"], stats.prefix_queried_tokens - stats.prefix_hit_tokens)
+        yield prefix

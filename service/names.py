@@ -61,6 +61,7 @@ EPOCH = "plait.epoch"  # the consumer group's generation
 CHOICE = "plait.choice"  # which of the n sequences a queue, prefill or decode span is about
 PREEMPTIONS = "plait.preemptions"  # over all choices
 RESUMED_TOKENS = "plait.resumed_tokens"  # published by an earlier worker, and continued
+PREEMPTION = "plait.preemption"  # of EVENT_PREEMPTED: swap (its KV was kept in the CPU pool) or recompute
 DEAD_LETTER_REASON = "plait.dead_letter.reason"
 
 # Outcomes of a request: the value of OUTCOME, and of the label `outcome` of plait_requests_total.
@@ -103,6 +104,14 @@ ENGINE_GENERATED = "plait_engine_generated_tokens_total"
 ENGINE_PREEMPTIONS = "plait_engine_preemptions_total"
 ENGINE_REFUSED = "plait_engine_refused_total"  # or given up as overloaded; by `reason`, what could not be met
 ENGINE_FORECAST_ERROR = "plait_engine_forecast_error_seconds"  # mean |forecast - actual| to the first token
+ENGINE_SWAPS = (
+    "plait_engine_swaps_total"  # preemptions after which what was computed was kept in the CPU pool
+)
+ENGINE_SWAPPED_BLOCKS = "plait_engine_swapped_blocks_total"  # KV blocks copied, by direction: out, in
+ENGINE_HOST_BLOCKS = "plait_engine_host_blocks"  # of the CPU pool, by state: used, free
+ENGINE_PREFIX_TOKENS = (
+    "plait_engine_prefix_tokens_total"  # looked up in the prefix cache, by result: hit, miss
+)
 ENGINE_RESTARTS = "plait_engine_restarts_total"  # after crashes
 ENGINE_PREDICTION_ERROR = (
     "plait_engine_prediction_error"  # of iteration times, relative, a mean of the last ones

@@ -171,6 +171,9 @@ class EngineSettings(Section):
     long_tokens: int = Field(0, ge=0)
     long_share: float = Field(0.25, ge=0, lt=1)
     record: str = ""
+    preemption: Literal["auto", "swap", "recompute"] = "auto"
+    swap_bytes: int = Field(-1, ge=-1)
+    prefix_cache: bool = True
     threads: int = Field(0, ge=0)
     max_waiting: int = Field(10_000, ge=1)
     max_preemptions: int = Field(3, ge=0)

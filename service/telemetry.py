@@ -136,12 +136,12 @@ class RequestTrace:
         ):
             if start is not None:
                 self._stage(name, start, end if stop is None else stop, attributes)
-        for event, times in (
-            (names.EVENT_PREEMPTED, timeline.preemptions),
-            (names.EVENT_ENGINE_RESTARTED, timeline.restarts),
-        ):
-            for at in times:
-                self._span.add_event(event, attributes, self._epoch_ns(at))
+        swaps = set(timeline.swaps)
+        for at in timeline.preemptions:
+            kind = {names.PREEMPTION: "swap" if at in swaps else "recompute"}
+            self._span.add_event(names.EVENT_PREEMPTED, attributes | kind, self._epoch_ns(at))
+        for at in timeline.restarts:
+            self._span.add_event(names.EVENT_ENGINE_RESTARTED, attributes, self._epoch_ns(at))
 
     def publish_stage(self, topic: str, start: float, end: float, events: int) -> None:
         if self.recording:

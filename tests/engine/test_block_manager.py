@@ -21,7 +21,7 @@ class Owners(RuleBasedStateMachine):
     @rule(count=st.integers(0, 21))
     def allocate(self, count: int) -> None:
         free = len(self.blocks.free)
-        assert self.blocks.available == free
+        assert self.blocks.available == free + len(self.blocks.kept)
         if count > free:
             with pytest.raises(ValueError, match=f"{count} blocks asked for, {free} free"):
                 self.blocks.allocate(count)
@@ -37,24 +37,40 @@ class Owners(RuleBasedStateMachine):
         if self.tables:
             self.tables.append(self.blocks.share(data.draw(st.sampled_from(self.tables))))
 
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), keep=st.sets(st.integers(0, 19)))
+    def release(self, data: st.DataObject, keep: set[int]) -> None:
         if self.tables:
             index = data.draw(st.integers(0, len(self.tables) - 1))
-            self.blocks.release(self.tables.pop(index))
+            kept = list(self.blocks.kept)
+            table = self.tables.pop(index)
+            self.blocks.release(table, keep)
+            held = {b for table in self.tables for b in table}
+            last_first = [b for b in reversed(table) if b in keep and b not in held]
+            assert list(self.blocks.kept) == kept + last_first
+
+    @rule()
+    def forget(self) -> None:
+        if self.blocks.kept:
+            oldest = next(iter(self.blocks.kept))
+            self.blocks.forget(oldest)
+            assert oldest in self.blocks.free
+
+    @rule()
+    def share_kept(self) -> None:
+        self.tables.append(self.blocks.share(list(self.blocks.kept)))
 
     @invariant()
     def accounted(self) -> None:
         if hasattr(self, "blocks"):
             self.blocks.check(self.tables)
             held = Counter(b for table in self.tables for b in table)
-            assert len(self.blocks.free) == self.blocks.num_blocks - len(held)
+            assert self.blocks.available == self.blocks.num_blocks - len(held)
 
     def teardown(self) -> None:
         if hasattr(self, "blocks"):
             while self.tables:
                 self.blocks.release(self.tables.pop())
-            assert sorted(self.blocks.free) == list(range(self.blocks.num_blocks))
+            self.blocks.check_whole()
 
 
 TestOwners = Owners.TestCase

@@ -42,7 +42,7 @@ def request(
 def idle(made: Engine) -> bool:
     made.scheduler.check()
     return (
-        not made.has_work() and not made.seqs and len(made.scheduler.kv.blocks.free) == made.model.num_blocks
+        not made.has_work() and not made.seqs and made.scheduler.kv.blocks.available == made.model.num_blocks
     )
 
 

@@ -126,6 +126,17 @@ async def test_tokens_text_and_ends(engine: EngineProcess, model: Path) -> None:
     assert engine.stats.free_blocks == engine.stats.total_blocks == 33
 
 
+async def test_tokens_found_in_the_prefix_cache_are_reported(engine: EngineProcess) -> None:
+    sampling = SamplingParams(temperature=0.0, max_tokens=3)
+    prompt = [200 - i for i in range(40)]
+    seen = []
+    for name, tenant in (("one", "a"), ("two", "a"), ("three", "b")):
+        (finish,) = await finished(Run(engine, GenerationRequest(name, prompt, sampling, tenant=tenant)))
+        seen.append(finish.cached_tokens)
+    assert seen == [0, 32, 0]
+    assert engine.stats.prefix_hit_tokens >= 32
+
+
 async def test_ids_without_a_token_are_never_generated(engine: EngineProcess) -> None:
     """vllm#44744: the model's output has 320 columns, the tokenizer 258 tokens."""
     assert engine.model.vocab_size == 258

@@ -36,6 +36,7 @@ async def test_the_spans_of_a_request() -> None:
         assert span.start_time is not None and span.end_time is not None and process.start_time is not None
         assert process.start_time <= span.start_time <= span.end_time
     assert [e.name for e in process.events] == ["plait.preempted"]
+    assert (process.events[0].attributes or {})["plait.preemption"] == "recompute"
     attributes = process.attributes or {}
     expected = {
         "messaging.system": "kafka",
