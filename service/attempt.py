@@ -37,6 +37,7 @@ class Attempt:
             await self._trial.acquire()
             self._on_trial = True
         self._open = True
+        lease.attempt_epoch = history.epoch + 1
         lease.at_risk = self._at_risk
         if lease.maybe_started:
             await lease.recorded()

@@ -6,9 +6,9 @@ unsigned LEB128 numbers:
     reach, epoch, marks, marks * (gap, attempts, age), runs * (gap, length)
 
 `reach` counts from the committed offset: records from there on have not been started by anybody. `epoch` is the
-generation that committed. A mark is an unfinished record that was being started: `gap` offsets after the one before
-(the first counts from the committed offset), in its `attempts`th attempt, begun `age` generations before `epoch`. A
-run is `length` finished offsets that begin `gap` after the end of the run before. docs/delivery.md says it too.
+generation that committed, or the highest of a mark. A mark is an unfinished record that was being started: `gap`
+offsets after the one before (the first counts from the committed offset), in its `attempts`th attempt, whose events
+have the epoch `epoch - age`. A run is `length` finished offsets that begin `gap` after the end of the run before.
 
 The text ends with a NUL: confluent-kafka's Python client takes metadata for a C string, and reads on without one.
 """

@@ -6,23 +6,22 @@ import asyncio
 import logging
 import sys
 from collections.abc import Callable, Coroutine
-from functools import partial
 from typing import Any
 
 from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, TopicPartition
 from aiokafka.coordinator.assignors.sticky.sticky_assignor import StickyPartitionAssignor
 from aiokafka.errors import ConsumerStoppedError, KafkaError
 
-from plait.service import handover, positioning
+from plait.service import positioning
 from plait.service.clock import Clock
 from plait.service.commits import COMMIT_TIMEOUT_S, Commits
+from plait.service.handover import Takeovers
 from plait.service.kafka import connection, say, step
 from plait.service.leases import Lease, Partition
 from plait.service.membership import Membership
 from plait.service.metrics import Metrics
 from plait.service.read_ahead import ReadAhead
 from plait.service.settings import LaneSettings, Settings
-from plait.service.transactions import Channel
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +69,7 @@ class Intake:
         self._member: tuple[str, int] = ("", -1)
         self.commits = Commits(metrics, settings.worker, self._recorded)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._transactional = settings.worker.delivery == "transactional"
+        self._takeovers = Takeovers(settings, membership, self._owned, self._opened, self._give_up)
         self._draining = False
         self._closed = False
         self._room = asyncio.Event()  # something was resumed
@@ -221,6 +220,7 @@ class Intake:
             self._closed = True
             channels = [p.channel.close() for p in self._partitions.values() if p.channel is not None]
             await asyncio.gather(*channels)
+            self._takeovers.cancel()
             await self._consumer.stop()
         self._closed = True
 
@@ -267,7 +267,7 @@ class Intake:
                 self._lose(lost)
         self._membership.settled(coordinator)
         if new := [p for p in now.values() if not p.is_open and not p.is_opening]:
-            self._spawn(self._take_over(new), "plait-take-over")
+            self._takeovers.begin(self._consumer, new)
         self._metrics.rebalances.inc()
         self._metrics.assigned.labels(lane=self.lane.name).set(len(assigned))
         log.info(
@@ -289,51 +289,17 @@ class Intake:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _take_over(self, partitions: list[Partition]) -> None:
-        """Open partitions, once it is known what their last owners left."""
-        for partition in partitions:
-            partition.is_opening = True
-        if self._transactional:
-            await asyncio.gather(*map(self._fence, partitions))
-        left = await handover.read(self._consumer, [partition.topic_partition for partition in partitions])
-        for partition in partitions:
-            if self._partitions.get(partition.topic_partition) is partition and not partition.is_open:
-                found = left[partition.topic_partition]
-                partition.restore(found.committed, found.progress, found.end)
-                if self._transactional:
-                    # What aiokafka took for committed may have been from before the last owner was fenced.
-                    self._forget_waiting(partition)
-                    known = found.committed is not None and found.begin <= found.committed <= found.end
-                    offset = (found.committed if known else None) or found.begin
-                    self._consumer.seek(partition.topic_partition, offset)
-                self._start(partition)
-        self._balance()
+    def _owned(self) -> dict[TopicPartition, Partition]:
+        return self._partitions
 
-    async def _fence(self, partition: Partition) -> None:
-        """Open the partition's transactions: from now on its last owner can publish nothing that counts."""
-        tp, group = partition.topic_partition, self._consumer._coordinator.group_id
-        while self._partitions.get(tp) is partition:
-            channel = Channel(self._settings, self._membership, group, tp, partial(self._reclaim, partition))
-            try:
-                await channel.open()
-                partition.channel = channel
-                return
-            except (KafkaError, OSError) as error:
-                log.warning("opening the transactions of %s[%d], trying again: %s", *tp, say(error))
-                await channel.close()
-                await asyncio.sleep(RETRY_BACKOFF_S)
-
-    def _reclaim(self, partition: Partition) -> None:
-        """Its transaction is lost: take the partition over anew, if it is still ours."""
-        tp, channel = partition.topic_partition, partition.channel
-        if self._partitions.get(tp) is not partition or self._closed:
-            return
+    def _give_up(self, partition: Partition, fresh: Partition) -> None:
+        """Begin anew with a partition that stays ours."""
         self._lose(partition)
-        fresh = self._partitions[tp] = Partition(tp, partition.epoch)
-        fresh.refused = partition.refused
-        for key, reason in (channel.refused if channel is not None else {}).items():
-            fresh.refused[key] = fresh.refused.get(key, (0, ""))[0] + 1, reason
-        self._spawn(self._take_over([fresh]), "plait-take-over")
+        self._partitions[partition.topic_partition] = fresh
+
+    def _opened(self, partition: Partition) -> None:
+        self._start(partition)
+        self._balance()
 
     def _forget_waiting(self, partition: Partition) -> None:
         while partition.waiting:
@@ -352,6 +318,8 @@ class Intake:
         partition = self._partitions.get(TopicPartition(record.topic, record.partition))
         if partition is None or self._draining:
             return
+        if not partition.is_open and self._limits.delivery == "transactional":
+            return  # reading begins again where the last owner was found to be
         partition.waiting.append(record)
         self._read_ahead.take(self.lane.name, _size(record))
         self._start(partition)
@@ -466,6 +434,7 @@ class Intake:
         self.assigned.clear()
         for partition in lost.values():
             self._lose(partition)
+        self._takeovers.cancel()
         if consumer is not None:
             self._membership.leave(consumer._coordinator)
             try:

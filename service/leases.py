@@ -76,7 +76,8 @@ class Partition:
         marks = {offset: mark for offset, mark in self._marks.items() if offset >= first} | {
             offset: mark for offset, lease in self.leases.items() if (mark := lease.mark(clean=clean))
         }
-        return Progress(reach, self.epoch, self.tracker.finished_above(), marks)
+        epoch = max([self.epoch, *(mark.epoch for mark in marks.values())])
+        return Progress(reach, epoch, self.tracker.finished_above(), marks)
 
 
 class Lease:
@@ -101,6 +102,9 @@ class Lease:
         self.maybe_started = partition.maybe_started(offset)
         self.before = partition.take_mark(offset)
         self.at_risk: Callable[[], bool] | None = None
+        self.attempt_epoch = (
+            0  # of the events of this attempt; a static member can come back in its generation
+        )
         self._recorded = recorded
         self._on_end: Callable[[Lease], None] | None = on_end
         partition.leases[offset] = self
@@ -118,7 +122,8 @@ class Lease:
         """What to note of attempts at this record."""
         if clean or self.at_risk is None or not self.at_risk():
             return self.before
-        return Mark(1 + (self.before.attempts if self.before else 0), self.epoch)
+        attempts = 1 + (self.before.attempts if self.before else 0)
+        return Mark(attempts, max(self.epoch, self.attempt_epoch))
 
     def finish(self) -> None:
         """The record is answered, durably: its offset may be committed."""

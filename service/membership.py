@@ -10,16 +10,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from aiokafka.errors import (
-    IllegalGenerationError,
-    NoError,
-    RebalanceInProgressError,
-    UnknownMemberIdError,
-    for_code,
-)
+from aiokafka.errors import IllegalGenerationError, NoError, RebalanceInProgressError, UnknownMemberIdError
 from aiokafka.protocol.group import HeartbeatRequest, SyncGroupRequest
 
 from plait.service.clock import Clock
+
+# The last one is FENCED_INSTANCE_ID, which aiokafka has no name for: another process took a static member's place.
+EXPELLED = (UnknownMemberIdError.errno, IllegalGenerationError.errno, 82)
 
 
 class Membership:
@@ -69,10 +66,9 @@ class Membership:
             if isinstance(request, SyncGroupRequest):
                 self._synced[coordinator] = sent
             elif isinstance(request, HeartbeatRequest):
-                error = for_code(response.error_code)
-                if error in (NoError, RebalanceInProgressError):
+                if response.error_code in (NoError.errno, RebalanceInProgressError.errno):
                     self.heard(coordinator, sent)
-                elif error in (UnknownMemberIdError, IllegalGenerationError):
+                elif response.error_code in EXPELLED:
                     self._until[coordinator] = float("-inf")
             return response
 

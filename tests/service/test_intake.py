@@ -65,6 +65,20 @@ async def test_a_new_owner_does_not_run_what_is_finished(harness: Any) -> None:
     await until(lambda: h.consumer.last_commit(P0) == 6)
 
 
+async def test_a_takeover_that_fails_is_tried_again(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake_module, "RETRY_BACKOFF_S", 0.001)
+    h = harness()
+    await h.intake.assigned.wait()
+    h.consumer.produce(P0, 2)
+    await until(lambda: len(h.taken) == 2)
+    h.finish(1)
+    await until(lambda: h.consumer.last_state(P0)[1].finished == [1])
+    h.consumer.committed_errors = [KafkaConnectionError(), AttributeError("not connected")]
+    await h.consumer.rebalance({P0}, member="m2")
+    await until(lambda: len(h.taken) == 3)
+    assert h.taken[2][0].offset == 0 and not h.consumer.committed_errors
+
+
 async def test_what_was_committed_by_somebody_else_is_no_reason_to_stop(harness: Any, caplog: Any) -> None:
     h = harness()
     await h.intake.assigned.wait()

@@ -55,6 +55,8 @@ def test_marks_stay_until_their_record_is_finished() -> None:
     assert p.progress(clean=False).marks == {11: Mark(1, 3), 12: Mark(1, 4)}
     leases[1].at_risk = lambda: True
     assert p.progress(clean=False).marks == {11: Mark(2, 5), 12: Mark(1, 4)}
+    leases[1].attempt_epoch = 8
+    assert p.progress(clean=False).marks[11] == Mark(2, 8) and p.progress(clean=False).epoch == 8
     leases[1].abandon()
     assert p.progress(clean=False).marks == {11: Mark(1, 3), 12: Mark(1, 4)}
     leases[0].finish()

@@ -44,13 +44,14 @@ async def test_a_heartbeat_counts_from_when_it_was_sent(error: int, counts: bool
     assert membership.expired
 
 
-async def test_thrown_out_is_at_once() -> None:
+@pytest.mark.parametrize("error", [22, 25, 82])
+async def test_thrown_out_is_at_once(error: int) -> None:
     now = [0.0]
     membership, coordinator = Membership(Clock(monotonic=lambda: now[0]), 10), Coordinator(now)
     membership.listen(coordinator)
     membership.settled(coordinator)
     assert not membership.expired
-    coordinator.errors = [25]
+    coordinator.errors = [error]
     await coordinator._send_req(HeartbeatRequest("g", 1, "m"))
     assert membership.expired
 

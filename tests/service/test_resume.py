@@ -153,6 +153,23 @@ async def test_one_that_got_further_in_its_last_attempt_is_not_to_blame() -> Non
     assert isinstance(error, ErrorEvent) and error.index == 2, "it died there again and again"
 
 
+async def test_an_attempt_in_the_generation_of_the_one_before_is_told_from_it() -> None:
+    """A static member that comes back within its session timeout finds its generation unchanged."""
+    published = [e.model_copy(update={"epoch": 4}) for e in (await undisturbed(body()))[:2]]
+    bench = Bench(FakeEngine(pace=0.001))
+    bench.engine.hold()
+    stream = bench.redeliver(body(), published)
+    assert bench.partition.epoch == 4
+    await until(lambda: bench.engine.submitted)
+    bench.engine._sequences[bench.engine.submitted[0].request_id].timeline.scheduled = 1.0
+    marks = bench.partition.progress(clean=False).marks
+    assert marks == {0: Mark(1, 5)}
+    stream.hand_over()
+    await asyncio.wait([stream.task] if stream.task else [])
+    (error,) = await again(Bench(), body(), published, Mark(2, 5))
+    assert isinstance(error, ErrorEvent), "the tokens are from before those attempts"
+
+
 async def test_the_suspected_run_one_after_the_other() -> None:
     bench = Bench(FakeEngine(pace=0.001))
     bench.engine.hold()
