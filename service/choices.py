@@ -53,8 +53,8 @@ class Choices:
             if found is not None and (found.token_ids or found.text):
                 sequence.output_token_ids = list(found.token_ids)
                 shorter = replace(sequence, output_token_ids=found.token_ids[:-1])
-                told, before = self._engine.told(sequence), self._engine.told(shorter)
-                self._joints[choice] = Joint(found, told, before, sequence.sampling)
+                before = partial(self._engine.told, shorter)
+                self._joints[choice] = Joint(found, self._engine.told(sequence), before, sequence.sampling)
         self.submitted = True
         for choice, sequence in enumerate(sequences):
             self._running[choice] = sequence.request_id

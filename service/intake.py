@@ -220,8 +220,8 @@ class Intake:
             self._closed = True
             channels = [p.channel.close() for p in self._partitions.values() if p.channel is not None]
             await asyncio.gather(*channels)
-            self._takeovers.cancel()
             await self._consumer.stop()
+        self._takeovers.cancel()
         self._closed = True
 
     def stalled(self, seconds: float) -> bool:

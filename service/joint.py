@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from plait.engine.api import Output, SamplingParams, Told
 from plait.service.history import Published
 
@@ -18,12 +20,15 @@ class Mismatch(Exception):
 class Joint:
     """One choice of a resumed request.
 
-    `told` is the text of the published tokens as the engine writes it, `before` that without the last one. Events are
-    cut anywhere when they are too large, so the published text may be behind the tokens or ahead of them; at the end
-    of a sequence it also holds what had been held back. Raises Mismatch when neither is a beginning of the other.
+    `told` is the text of the published tokens as the engine writes it, `before` makes that without the last token.
+    Events are cut anywhere when they are too large, so the published text may be behind the tokens or ahead of them;
+    at the end of a sequence it also holds what had been held back. Raises Mismatch when neither is a beginning of the
+    other.
     """
 
-    def __init__(self, published: Published, told: Told, before: Told, sampling: SamplingParams) -> None:
+    def __init__(
+        self, published: Published, told: Told, before: Callable[[], Told], sampling: SamplingParams
+    ) -> None:
         self._published = published.text
         self._before = before
         # Whether the last token may be one that ends a sequence and has no text.
@@ -35,7 +40,7 @@ class Joint:
             self._missing = told.text[len(published.text) :]
         elif published.text.startswith(told.text):
             self._surplus = published.text[len(told.text) :]
-        elif not published.text.startswith(before.text):
+        elif not published.text.startswith(before().text):
             raise Mismatch
         else:
             # The last token ended the sequence: the first output must say so.
@@ -45,7 +50,8 @@ class Joint:
         """Change an output of the engine so that its text follows what was published. Raises Mismatch."""
         finish = output.finish
         if self._silent and not output.token_ids and finish is not None and finish.reason == "stop":
-            whole = self._before.text + self._before.held
+            before = self._before()
+            whole = before.text + before.held
             if not whole.startswith(self._published):
                 raise Mismatch
             self._missing, self._surplus, output.text = whole[len(self._published) :], "", ""

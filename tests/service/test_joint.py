@@ -80,7 +80,9 @@ def test_the_parts_are_the_whole(ids: list[int], sampling: SamplingParams, data:
             tokens[: cut - 1], "".join(o.text for o in whole[: cut - 2]) + characters[: len(characters) // 2]
         )
     count = len(before.token_ids)
-    joint = Joint(before, told(tokens[:count], sampling), told(tokens[: count - 1], sampling), sampling)
+    joint = Joint(
+        before, told(tokens[:count], sampling), lambda: told(tokens[: count - 1], sampling), sampling
+    )
     rest = outputs(ids, sampling, count)
     for output in rest:
         joint.take(output)
@@ -91,7 +93,7 @@ def test_the_parts_are_the_whole(ids: list[int], sampling: SamplingParams, data:
 def test_another_tokenizer() -> None:
     sampling = SamplingParams()
     with pytest.raises(Mismatch):
-        Joint(Published([A, B], "xy"), told([A, B], sampling), told([A], sampling), sampling)
-    joint = Joint(Published([A], "abc"), told([A], sampling), told([], sampling), sampling)
+        Joint(Published([A, B], "xy"), told([A, B], sampling), lambda: told([A], sampling), sampling)
+    joint = Joint(Published([A], "abc"), told([A], sampling), lambda: told([], sampling), sampling)
     with pytest.raises(Mismatch):
         joint.take(Output("r", [C], "c"))
