@@ -85,38 +85,45 @@ class Commits:
         `clean`: this worker is about to leave the partitions in order.
         """
         async with self.busy:
-            consumer = self.consumer
-            if consumer is None:
-                return False
             waiters: list[asyncio.Future[None]] = []
             if not clean:
                 waiters, self._waiters = self._waiters, []
-            assigned = consumer.assignment()
-            reaches: dict[Partition, int] = {}
-            offsets: dict[TopicPartition, tuple[int, str]] = {}
-            for tp, partition in self.partitions.items():
-                if tp not in assigned or not partition.is_open:
-                    continue
-                position = partition.tracker.position
-                if position is None and partition.waiting:
-                    position = partition.waiting[0].offset
-                if position is None:
-                    continue
-                progress = partition.progress(clean=clean)
-                pair = position, commit_metadata.encode(position, progress, self._limit)
-                unsettled = partition.channel is not None and partition.channel.dirty
-                if pair != partition.committed or unsettled:
-                    offsets[tp] = pair
-                    reaches[partition] = progress.reach
-            done = await self._send(consumer, offsets, limit_s) if offsets else True
-            if done:
-                for tp, pair in offsets.items():
-                    if (current := self.partitions.get(tp)) in reaches:
-                        current.committed = pair
-                        current.reach = reaches[current]
-                self._on_durable()
-            self._settle(waiters, done)
+            done = False
+            try:
+                done = await self._commit_changes(clean, limit_s)
+            finally:
+                self._settle(waiters, done)
             return done
+
+    async def _commit_changes(self, clean: bool, limit_s: float) -> bool:
+        consumer = self.consumer
+        if consumer is None:
+            return False
+        assigned = consumer.assignment()
+        reaches: dict[Partition, int] = {}
+        offsets: dict[TopicPartition, tuple[int, str]] = {}
+        for tp, partition in self.partitions.items():
+            if tp not in assigned or not partition.is_open:
+                continue
+            position = partition.tracker.position
+            if position is None and partition.waiting:
+                position = partition.waiting[0].offset
+            if position is None:
+                continue
+            progress = partition.progress(clean=clean)
+            pair = position, commit_metadata.encode(position, progress, self._limit)
+            unsettled = partition.channel is not None and partition.channel.dirty
+            if pair != partition.committed or unsettled:
+                offsets[tp] = pair
+                reaches[partition] = progress.reach
+        if offsets and not await self._send(consumer, offsets, limit_s):
+            return False
+        for tp, pair in offsets.items():
+            if (current := self.partitions.get(tp)) in reaches:
+                current.committed = pair
+                current.reach = reaches[current]
+        self._on_durable()
+        return True
 
     def _settle(self, waiters: list[asyncio.Future[None]], done: bool) -> None:
         for waiter in waiters:
