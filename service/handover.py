@@ -121,7 +121,7 @@ class Takeovers:
     async def _fence(self, consumer: Any, partition: Partition) -> None:
         """Open the partition's transactions: from now on its last owner can publish nothing that counts."""
         group = consumer._coordinator.group_id
-        lost = partial(self._reclaim, consumer, partition)
+        lost = partial(self.reclaim, consumer, partition)
         channel = Channel(self._settings, self._membership, group, partition.topic_partition, lost)
         try:
             await channel.open()
@@ -130,7 +130,7 @@ class Takeovers:
             raise
         partition.channel = channel
 
-    def _reclaim(self, consumer: Any, partition: Partition) -> None:
+    def reclaim(self, consumer: Any, partition: Partition) -> None:
         """Its transaction is lost: take the partition over anew, if it is still ours."""
         if not self._is_ours(partition):
             return

@@ -133,13 +133,13 @@ class Intake:
     def _begin_anew(self, partition: Partition) -> None:
         """What is in flight is still answered: its records are gone, and nobody else will."""
         if partition.channel is not None:
-            self._reclaim(partition)
+            self._takeovers.reclaim(self._consumer, partition)
             return
         self._finish_orphans(partition)
         fresh = self._partitions[partition.topic_partition] = Partition(
             partition.topic_partition, partition.epoch
         )
-        self._spawn(self._take_over([fresh]), "plait-take-over")
+        self._takeovers.begin(self._consumer, [fresh])
 
     def _finish_orphans(self, partition: Partition) -> None:
         """Also start what waits for a commit that will not come."""
