@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, TopicPartition
+from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.coordinator.assignors.sticky.sticky_assignor import StickyPartitionAssignor
 from aiokafka.errors import ConsumerStoppedError, KafkaError
 
@@ -21,6 +21,7 @@ from plait.service.leases import Lease, Partition
 from plait.service.membership import Membership
 from plait.service.metrics import Metrics
 from plait.service.read_ahead import ReadAhead
+from plait.service.rebalances import Rebalances
 from plait.service.settings import LaneSettings, Settings
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class Intake:
         self._make_consumer = make_consumer
         self._consumer: Any = None
         self._partitions: dict[TopicPartition, Partition] = {}
+        self._orphans: dict[TopicPartition, Partition] = {}  # of topics that are gone
         self._member: tuple[str, int] = ("", -1)
         self.commits = Commits(metrics, settings.worker, self._recorded)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -260,9 +262,10 @@ class Intake:
             now[partition] = kept or Partition(partition, generation)
         self._set_partitions(now)
         for tp, lost in before.items():
-            if self._consumer.partitions_for_topic(tp.topic) is None:
+            if lost.channel is None and self._consumer.partitions_for_topic(tp.topic) is None:
                 log.error("%s is gone: %d of its requests are in flight", tp.topic, len(lost.leases))
                 self._finish_orphans(lost)
+                self._orphans[tp] = lost
             else:
                 self._lose(lost)
         self._membership.settled(coordinator)
@@ -298,6 +301,10 @@ class Intake:
         self._partitions[partition.topic_partition] = fresh
 
     def _opened(self, partition: Partition) -> None:
+        orphan = self._orphans.pop(partition.topic_partition, None)
+        if orphan is not None and partition.tracker.position is not None:
+            # The group's offsets would have gone with the topic: it was only not to be seen, and they come again.
+            self._lose(orphan)
         self._start(partition)
         self._balance()
 
@@ -446,19 +453,3 @@ class Intake:
 
 def _size(record: Any) -> int:
     return len(record.value or b"") + len(record.key or b"")
-
-
-class Rebalances(ConsumerRebalanceListener):  # type: ignore[misc]
-    """Passes on what aiokafka says around each rebalance, as long as this consumer is the intake's."""
-
-    def __init__(self, intake: Intake, consumer: Any) -> None:
-        self._intake = intake
-        self._consumer = consumer
-
-    async def on_partitions_revoked(self, revoked: set[TopicPartition]) -> None:
-        if self._intake.reads_with(self._consumer):
-            await self._intake.revoked(revoked)
-
-    async def on_partitions_assigned(self, assigned: set[TopicPartition]) -> None:
-        if self._intake.reads_with(self._consumer):
-            await self._intake.reassigned(assigned)

@@ -357,6 +357,20 @@ async def test_requests_of_a_topic_that_is_gone_are_not_given_up(harness: Any) -
     assert h.intake.in_flight == 0
 
 
+async def test_a_topic_that_only_could_not_be_seen_is_read_on(harness: Any) -> None:
+    h = harness()
+    await h.intake.assigned.wait()
+    h.consumer.produce(P0, 3)
+    await until(lambda: len(h.taken) == 3)
+    before = [lease for _, lease in h.taken]
+    h.consumer.topic_gone = True
+    await h.consumer.rebalance(set())
+    h.consumer.topic_gone = False
+    await h.consumer.rebalance({P0})
+    await until(lambda: len(h.taken) == 6)
+    assert h.lost == before, "nobody answers twice"
+
+
 async def test_a_position_that_is_not_there_can_be_a_reason_to_fail(
     harness: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
