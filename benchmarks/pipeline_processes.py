@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import cProfile
 import json
+import logging
 import pstats
 import signal
 import sys
@@ -97,6 +98,7 @@ def _done(request_id: str) -> bytes:
 
 
 def main() -> None:
+    logging.getLogger("aiokafka").setLevel(logging.CRITICAL)  # on topics that come and go
     what, job = sys.argv[1], json.loads(sys.argv[2])
     run = {"worker": worker, "echo": echo}[what]
     if not job.get("profile"):

@@ -7,7 +7,16 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from plait.engine.api import EngineStats, Finish, GenerationRequest, ModelInfo, OnOutput, Output, Timeline
+from plait.engine.api import (
+    EngineStats,
+    Finish,
+    GenerationRequest,
+    ModelInfo,
+    OnOutput,
+    Output,
+    Timeline,
+    Told,
+)
 
 VOCABULARY = 1000
 
@@ -70,6 +79,13 @@ class StubEngine:
     def cancel(self, request_id: str) -> None:
         if (running := self._requests.get(request_id)) is not None:
             running.cancelled = True
+
+    def told(self, request: GenerationRequest) -> Told:
+        return Told(" ok" * len(request.output_token_ids))
+
+    def begun(self, request_id: str) -> bool:
+        running = self._requests.get(request_id)
+        return running is not None and running.timeline.scheduled is not None
 
     async def _run(self) -> None:
         while True:
