@@ -126,7 +126,7 @@ class FakeConsumer:
         if self.poll_errors:
             raise self.poll_errors.pop(0)
         result: dict[TopicPartition, list[Any]] = {}
-        for tp in sorted((set(only) or self.at.keys()) - self._paused):
+        for tp in sorted(((set(only) & self.at.keys()) if only else self.at.keys()) - self._paused):
             start = self.at[tp]
             found = self.log[tp][start : start + max_records]
             if POISON in found:
