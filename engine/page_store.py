@@ -7,6 +7,8 @@ aside at once, so they are never lost. The copy itself is made as late as it can
 
 from __future__ import annotations
 
+from itertools import islice
+
 from plait.engine.block_manager import BlockManager
 from plait.engine.prefix_cache import Page, PrefixCache
 from plait.engine.swap_cost import SwapCosts
@@ -55,7 +57,7 @@ class PageStore:
     def _ahead(self, count: int) -> Pairs:
         """What goes next is copied before its block is needed, so that nothing has to wait for it then."""
         pairs: Pairs = []
-        for block, _ in zip(list(self.blocks.kept), range(count), strict=False):
+        for block in list(islice(self.blocks.kept, count)):
             if block in self.blocks.kept:
                 self._store(self.page_of[block], pairs)
         return pairs
