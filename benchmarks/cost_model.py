@@ -1,7 +1,7 @@
 """Measures how long an iteration of the engine takes by what it computes, and writes a device profile of it.
 
 `python -m benchmarks.cost_model --out engine/sim/cpu.toml` runs SmolLM2 in bf16 on the CPU over a grid of batches
-and then under mixed traffic, about two minutes on two cores. The coefficients are the non-negative ones of the least
+and then under mixed traffic, about a minute on two cores. The coefficients are the non-negative ones of the least
 squares of relative errors over both; the fit's error is printed for each part.
 """
 
@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import random
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,15 @@ from plait.engine import pool
 from plait.engine.api import GenerationRequest, SamplingParams
 from plait.engine.config import EngineConfig
 from plait.engine.engine import Engine
+from plait.engine.process import environment
 from plait.engine.sim.profile import work
 
 NAMES = ("fixed", "prefill_token", "decode", "kv_token", "pair")
-DECODES, CONTEXTS = (1, 4, 16, 32, 64), (32, 256, 640)
-PREFILLS, BEHIND = (16, 64, 128, 192, 256), (0, 768)
+DECODES, CONTEXTS = (1, 4, 16, 32, 64), (32, 256)
+CHUNKS = (16, 32, 64, 96, 128, 192, 256)
+ITERATIONS = 7
+Sample = tuple[tuple[int, ...], float]
+"""What an iteration computed, and its seconds."""
 
 
 class Meter:
@@ -46,7 +52,7 @@ class Meter:
         sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
         self.engine.add(GenerationRequest(str(next(self._numbers)), ids, sampling))
 
-    def step(self) -> tuple[tuple[int, ...], float]:
+    def step(self) -> Sample:
         began = time.perf_counter()
         self.engine.step()
         return self._work, time.perf_counter() - began
@@ -55,32 +61,36 @@ class Meter:
         for name in list(self.engine.seqs):
             self.engine.cancel(name)
 
-    def decodes(self, count: int, context: int, iterations: int = 7) -> tuple[tuple[int, ...], float]:
-        """One sample: the median of some iterations in which all decode."""
-        for _ in range(count):
-            self.add(context, 200)
-        while self.engine.scheduler.waiting or any(s.remaining > 1 for s in self.engine.scheduler.running):
-            self.engine.step()
-        times = [self.step() for _ in range(iterations)]
-        self.clear()
-        return times[iterations // 2][0], statistics.median(seconds for _, seconds in times)
-
-    def prefill(self, tokens: int, behind: int, times: int = 3) -> tuple[tuple[int, ...], float]:
-        """One sample: a chunk of a prompt, `behind` tokens after its begin."""
-        budget, found = self.engine.scheduler.token_budget, []
-        for _ in range(times):
-            self.add(behind + tokens, 1)
-            left = behind
-            while left:
-                self.engine.scheduler.token_budget = min(budget, left)
+    def decodes(self, context: int) -> list[Sample]:
+        """One sample for each number of sequences that decode: the median of some iterations."""
+        found = []
+        for count in DECODES:
+            if count * context > 16_384:
+                break
+            for _ in range(count - len(self.engine.seqs)):
+                self.add(context, 400)
+            while self.engine.scheduler.waiting or any(
+                s.remaining > 1 for s in self.engine.scheduler.running
+            ):
                 self.engine.step()
-                left -= min(budget, left)
-            self.engine.scheduler.token_budget = budget
-            found.append(self.step())
-            self.clear()
-        return found[0][0], statistics.median(seconds for _, seconds in found)
+            times = [self.step() for _ in range(ITERATIONS)]
+            seconds = statistics.median(seconds for _, seconds in times)
+            found.append((times[ITERATIONS // 2][0], seconds))
+        self.clear()
+        return found
 
-    def traffic(self, seconds: float) -> list[tuple[tuple[int, ...], float]]:
+    def prefills(self) -> list[Sample]:
+        """Chunks of all sizes, one after another, of a long prompt."""
+        scheduler = self.engine.scheduler
+        budget, found = scheduler.token_budget, []
+        self.add(2 * sum(CHUNKS) + 1, 1)
+        for scheduler.token_budget in CHUNKS * 2:
+            found.append(self.step())
+        scheduler.token_budget = budget
+        self.clear()
+        return found
+
+    def traffic(self, seconds: float) -> list[Sample]:
         """Samples of iterations under arrivals that keep the batch about half full."""
         until, found = time.perf_counter() + seconds, []
         while time.perf_counter() < until:
@@ -93,7 +103,7 @@ class Meter:
         return found
 
 
-def fit(samples: list[tuple[tuple[int, ...], float]]) -> np.ndarray:
+def fit(samples: list[Sample]) -> np.ndarray:
     """Non-negative least squares of the relative error, over all choices of coefficients that are not zero."""
     rows = np.array([[1.0, *load] for load, _ in samples]) / np.array([[s] for _, s in samples])
     scale = rows.max(axis=0)
@@ -111,7 +121,7 @@ def fit(samples: list[tuple[tuple[int, ...], float]]) -> np.ndarray:
     return best
 
 
-def errors(samples: list[tuple[tuple[int, ...], float]], theta: np.ndarray) -> np.ndarray:
+def errors(samples: list[Sample], theta: np.ndarray) -> np.ndarray:
     """Predicted over measured, minus one."""
     return np.array([theta @ [1.0, *load] / seconds - 1 for load, seconds in samples])
 
@@ -131,17 +141,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of mixed traffic")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of mixed traffic")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if "OMP_WAIT_POLICY" not in os.environ:
+        # The engine's process gets these from its parent, before torch is loaded.
+        command = [sys.executable, "-m", "benchmarks.cost_model", *sys.argv[1:]]
+        os.execve(sys.executable, command, environment(EngineConfig()))
     engine = Engine(EngineConfig(model=args.model, dtype=args.dtype, device="cpu"))
     engine.warm_up()
-    began = time.perf_counter()
     meter = Meter(engine)
-    grid = [meter.decodes(n, context) for n in DECODES for context in CONTEXTS if n * context <= 8_192]
-    print(f"decodes after {time.perf_counter() - began:.0f} s", flush=True)
-    grid += [meter.prefill(n, behind) for n in PREFILLS for behind in BEHIND]
-    print(f"prefills after {time.perf_counter() - began:.0f} s", flush=True)
+    grid = [sample for context in CONTEXTS for sample in meter.decodes(context)]
+    grid += [sample for _ in range(3) for sample in meter.prefills()]
     traffic = meter.traffic(args.seconds)
     # The grid spans what can be asked for; the traffic is what happens, and shows how much iterations differ.
     weight = max(1, len(traffic) // (4 * len(grid)))
