@@ -28,7 +28,7 @@ from plait.engine.process import environment
 from plait.engine.sim.profile import work
 
 NAMES = ("fixed", "prefill_token", "decode", "kv_token", "pair")
-DECODES, CONTEXTS = (1, 4, 16, 32, 64), (32, 256)
+DECODES, CONTEXTS = (1, 4, 16, 32, 64), (16, 128)
 CHUNKS = (16, 32, 64, 96, 128, 192, 256)
 ITERATIONS = 7
 Sample = tuple[tuple[int, ...], float]
@@ -65,7 +65,7 @@ class Meter:
         """One sample for each number of sequences that decode: the median of some iterations."""
         found = []
         for count in DECODES:
-            if count * context > 16_384:
+            if count * context > 8_192:
                 break
             for _ in range(count - len(self.engine.seqs)):
                 self.add(context, 400)
@@ -152,7 +152,7 @@ def main() -> None:
     engine.warm_up()
     meter = Meter(engine)
     grid = [sample for context in CONTEXTS for sample in meter.decodes(context)]
-    grid += [sample for _ in range(3) for sample in meter.prefills()]
+    grid += [sample for _ in range(2) for sample in meter.prefills()]
     traffic = meter.traffic(args.seconds)
     # The grid spans what can be asked for; the traffic is what happens, and shows how much iterations differ.
     weight = max(1, len(traffic) // (4 * len(grid)))

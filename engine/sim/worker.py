@@ -12,8 +12,10 @@ from plait.engine.assemble import make_scheduler
 from plait.engine.config import EngineConfig
 from plait.engine.recorder import Recorder
 from plait.engine.sequence import Chunk, Sequence
+from plait.engine.sim.copies import Copies, host_blocks
 from plait.engine.sim.mix import Job
 from plait.engine.sim.profile import Profile
+from plait.engine.swap_cost import SwapCosts
 
 
 @dataclass(slots=True)
@@ -44,7 +46,17 @@ class Worker:
             num_blocks=profile.num_blocks,
             block_size=config.block_size,
         )
-        self.scheduler = make_scheduler(config, profile.num_blocks, profile.device, lambda: self.now)
+        costs = SwapCosts(profile.block_bytes, config.block_size)
+        self.copies = Copies(profile, costs, lambda: self.now)
+        self.scheduler = make_scheduler(
+            config,
+            profile.num_blocks,
+            profile.device,
+            lambda: self.now,
+            host_blocks=host_blocks(config, profile),
+            mover=self.copies,
+            costs=costs,
+        )
         self.admission = make_admission(self.scheduler)
         self.answers: list[Answer] = []
         self._iteration = profile.iteration
@@ -101,7 +113,9 @@ class Worker:
         if self.recorder:
             self.recorder.note(chunks, self.now)
         self.iterations += 1
-        seconds = self._seconds(chunks)
+        # What is still being copied in is waited for, by an iteration that needs it.
+        self.now = max([self.now, *(c.seq.arriving.end for c in chunks if c.seq.arriving)])
+        seconds = self.copies.take() + self._seconds(chunks)
         self.now += seconds
         self.busy += seconds
         self.scheduler.advance(chunks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -154,6 +155,26 @@ def test_every_request_is_answered_once_and_time_goes_forward(n, rate, blocks, p
     worker.scheduler.check()
     assert worker.now >= max(j.request.arrival for j in jobs)
     assert worker.busy <= worker.now + 1e-9
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_copies_take_their_time(kind):
+    """A block is copied in 10 ms. A CPU makes the copies itself, a GPU beside its iterations."""
+    made = replace(device(45), device=kind, block_bytes=10_000_000)
+    jobs = mix([Row(0.0, 60, 90)] * 8, made.max_tokens_total)
+    ends = {}
+    for preemption in ("swap", "recompute"):
+        worker = Worker(made, made.config(policy="fcfs", preemption=preemption, prefix_cache=False))
+        worker.run(jobs)
+        kv = worker.scheduler.kv
+        kv.check_idle()
+        ends[preemption] = worker.now, kv.store.swapped_out + kv.store.swapped_in, worker.iterations
+        assert worker.scheduler.preemptions > 0
+    assert ends["swap"][1] > 0 == ends["recompute"][1]
+    if kind == "cpu":
+        computing = worker.busy
+        assert ends["recompute"][0] == pytest.approx(computing)
+        assert ends["swap"][0] > 0.010 * ends["swap"][1]
 
 
 def test_the_same_seed_gives_the_same_result():
