@@ -127,7 +127,7 @@ def test_an_iteration_is_the_sum_of_its_parts():
     assert tpot(answer) == pytest.approx(it.fixed + it.decode + 301 * it.kv_token)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     n=st.integers(1, 40),
     rate=st.sampled_from([0.5, 5.0, 100.0]),
