@@ -88,9 +88,9 @@ def table(results: dict[str, dict[str, float]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arrivals", choices=("at-once", "poisson"), default="at-once")
-    parser.add_argument("--per-second", type=float, default=5.0, help="of the Poisson arrivals")
-    parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--seats", type=int, default=8)
+    parser.add_argument("--per-second", type=float, default=3.0, help="of the Poisson arrivals")
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--seats", type=int, default=4)
     parser.add_argument("--runs", type=int, default=1)
     args = parser.parse_args()
     rate = args.per_second if args.arrivals == "poisson" else None
