@@ -8,6 +8,7 @@ import json
 import logging
 import signal
 import sys
+from collections import Counter
 
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 
@@ -41,6 +42,7 @@ async def main() -> None:
         gc.collect()
         held = {
             "tasks": len(asyncio.all_tasks()),
+            "tasks_by_name": Counter(task.get_coro().__qualname__ for task in asyncio.all_tasks()),
             "streams": len(worker._streams),
             "open_spans": spans.open,
             "spans": spans.total,
