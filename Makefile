@@ -12,7 +12,7 @@ demo: $(VENV)/demo.stamp ## stream text from a small model through an embedded b
 	@$(BIN)/plait demo
 
 test: $(VENV)/dev.stamp ## all tests (they need Java 17 and Maven, for a real Kafka)
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/dev.stamp ## style
 	@$(BIN)/ruff check .
