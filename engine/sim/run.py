@@ -28,7 +28,8 @@ def simulate(
     """`settings` are those of the engine. What the first worker does is recorded."""
     answers: list[Answer] = []
     iterations, busy = 0, 0.0
-    config = profile.config(policy=policy, **settings)
+    # No two prompts begin alike: looking for what they share would only take time.
+    config = profile.config(**{"policy": policy, "prefix_cache": False, **settings})
     jobs = mix(rows, limit=profile.max_tokens_total, load=load, seed=seed)
     for number, share in enumerate(spread(jobs, workers)):
         worker = Worker(profile, config, seed + number, None if number else recorder)
