@@ -39,7 +39,7 @@ def plainly(call: graphs.Replay) -> graphs.Replay:
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("plait.kernels.cpu.takes", lambda pool, q_heads: False)
 
-    def optimize(model: nn.Module, attention: PagedAttention) -> list[Any]:
+    def optimize(model: nn.Module, attention: PagedAttention, int8: bool) -> list[Any]:
         fused.fuse(model)
         return []
 
