@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import socket
 import sys
@@ -38,6 +39,9 @@ def main() -> int:
         log.debug("the engine cannot start", exc_info=True)
         link.send(["failed", f"{type(error).__name__}: {error}"])
         return 1
+    # What was imported and loaded stays: no later collection need look at its half a million objects.
+    gc.collect()
+    gc.freeze()
     link.send(["ready", asdict(engine.model), stamps])
     engine.on_admit = lambda seqs: link.send(["running", [s.id for s in seqs]])
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):

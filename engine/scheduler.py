@@ -132,7 +132,8 @@ class Scheduler:
         for seq in seqs:
             if seq.status is not Status.RUNNING:
                 continue
-            if self._grow(seq, now):
+            # Most need no block now, and are spared the calls.
+            if len(seq.tokens) <= len(seq.blocks) * self.block_size or self._grow(seq, now):
                 self._chosen[seq] = Chunk(seq, 1)
                 seq.skipped = 0
             else:
@@ -218,10 +219,12 @@ class Scheduler:
 
     def _make_room(self, seq: Sequence, reserve: int, now: float) -> bool:
         """Preempt those that yield to a sequence, last ones first, if that gives it a seat, memory and budget."""
-        missing = self.kv.shortage(seq, reserve)
         urgent, rank, yields = self._first_class(seq, now), self._rank(seq, now), self.policy.yields
         victims = [v for v in self.running if (urgent or yields(v, seq, now)) and self._rank(v, now) > rank]
+        if not victims:
+            return False
         victims.sort(key=lambda v: self._rank(v, now))
+        missing = self.kv.shortage(seq, reserve)
         lacking = min(seq.remaining, self.block_size) - self._budget
         chosen: list[Sequence] = []
         while victims and (missing > 0 or lacking > 0 or not (self.seats or chosen)):
