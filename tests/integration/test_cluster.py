@@ -51,10 +51,12 @@ async def test_the_leader_is_killed_under_load(kafka_cluster: KafkaCluster) -> N
         victim = leader_of(kafka_cluster, client.response_topic)
         before = {request_id: len(tokens) for request_id, tokens in seen.items()}
         await asyncio.to_thread(victim.kill)
+        assert max(before.values()) < TOKENS, "no stream was under way"
         try:
             await site.produce(requests(site, 10, start=20))
+            # They go on while the broker is away: it comes back only at the end. How soon is up to the failover; the
+            # engine may have ended by then, and all come at once.
             await until(lambda: all(len(seen[r]) > before[r] for r in ids), seconds=60)
-            assert not all(reader.done() for reader in readers), "streams go on while the broker is away"
             assert set(await asyncio.gather(*readers)) == {"done"}
             answers = await site.answers([f"{site.name}.answers"], 30)
         finally:
