@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
@@ -28,6 +28,10 @@ static inline f16v splat(float x) { return f16v{} + x; }
 static inline f16v load(const float* p) { f16v v; memcpy(&v, p, 64); return v; }
 typedef int8_t c16v __attribute__((vector_size(16)));
 static inline f16v load(const int8_t* p) {
+#ifdef __AVX512F__
+    // GCC 12 widens element by element what follows.
+    return (f16v)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#endif
     c16v c; memcpy(&c, p, 16);
     return __builtin_convertvector(__builtin_convertvector(c, i16v), f16v);
 }
