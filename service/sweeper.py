@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 BATCH = 200
 MAX_PAUSE_S = 5.0
+ASK_MS = 5_000
 
 
 class Sweeper:
@@ -125,21 +126,27 @@ class Sweeper:
                 await self._remove(stale)
 
     async def _stale(self, topics: list[str]) -> list[str]:
-        now = self._clock.monotonic()
-        partitions = [TopicPartition(topic, 0) for topic in topics]
+        """Each topic is asked for by itself: aiokafka waits for one that was deleted meanwhile until its timeout."""
         since = max(0, self._clock.wall_ms() - int(self._settings.orphan_after_s * 1000))
-        reader = AIOKafkaConsumer(**connection(self._kafka, "sweeper"))
+        limits = {"request_timeout_ms": min(ASK_MS, self._kafka.request_timeout_ms)}
+        reader = AIOKafkaConsumer(**connection(self._kafka, "sweeper") | limits)
         await reader.start()
         try:
-            newer = await reader.offsets_for_times(dict.fromkeys(partitions, since))
-            ends = await reader.end_offsets(partitions)
+            stale = await asyncio.gather(*(self._is_stale(reader, topic, since) for topic in topics))
         finally:
             await reader.stop()
-        stale = []
-        for partition in partitions:
-            if newer.get(partition) is not None:
-                continue
-            empty_since = self._seen_empty.setdefault(partition.topic, now)
-            if ends.get(partition, 0) > 0 or now - empty_since > self._settings.orphan_after_s:
-                stale.append(partition.topic)
-        return stale
+        return [topic for topic, old in zip(topics, stale, strict=True) if old]
+
+    async def _is_stale(self, reader: AIOKafkaConsumer, topic: str, since: int) -> bool:
+        partition = TopicPartition(topic, 0)
+        try:
+            newer = await reader.offsets_for_times({partition: since})
+            ends = await reader.end_offsets([partition])
+        except KafkaError as error:
+            log.info("response topic %s, asked for its newest record: %s", topic, say(error))
+            return False
+        if newer[partition] is not None:
+            return False
+        now = self._clock.monotonic()
+        empty_since = self._seen_empty.setdefault(topic, now)
+        return ends[partition] > 0 or now - empty_since > self._settings.orphan_after_s

@@ -15,6 +15,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from fakes import FakeEngine
+from plait.service import sweeper
+from plait.service.worker import Worker
 from service_bench import until
 from worker_harness import Site, assert_answered_once, request
 
@@ -285,6 +287,20 @@ async def test_response_topics_are_removed_after_their_time(broker: str) -> None
         assert active in await site.topic_names(), "somebody publishes there"
         await site.produce([request("r")])
         await site.answers([site.response_topic("r")], 1)
+
+
+async def test_a_topic_that_goes_while_it_is_asked_for_holds_up_no_other(
+    broker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweeper, "ASK_MS", 500)
+    site = Site(broker, topics={"orphan_after_s": 0.5})
+    left_behind, gone = site.response_topic("orphan"), site.response_topic("gone")
+    await site.create(left_behind, 1)
+    await site.produce([(b"old", [])], left_behind)
+    await asyncio.sleep(0.6)
+    worker = Worker(site.settings, FakeEngine())
+    async with asyncio.timeout(10):
+        assert await worker.sweeper._stale([gone, left_behind]) == [left_behind]
 
 
 async def test_an_unknown_response_topic_is_dead_lettered_when_none_may_be_made(broker: str) -> None:
