@@ -38,10 +38,14 @@ class Pace:
         """
         tightest, self.limit = inf, inf
         for seq in decoding:
-            if seq.slo.per_token is not None and (left := _slack(seq, now)) < tightest:
+            # As _slack, without the call: there may be hundreds in every iteration.
+            if (per_token := seq.slo.per_token) is None or (first := seq.timeline.first_token) is None:
+                continue
+            left = first + per_token * (len(seq.tokens) - seq.prompt_len) - now
+            if -LOST * per_token < left < tightest:
                 tightest = left
                 # Late already: half the time that was asked for, to catch up.
-                self.limit = HASTE * max(left, seq.slo.per_token / 2)
+                self.limit = HASTE * max(left, per_token / 2)
         if tightest == inf:
             return set()
         kv = sum(seq.computed for seq in decoding)
@@ -71,5 +75,5 @@ def _slack(seq: Sequence, now: float) -> float:
     per_token, first = seq.slo.per_token, seq.timeline.first_token
     if per_token is None or first is None:
         return inf
-    left = first + per_token * (len(seq.tokens) - seq.prompt_len) - now
+    left: float = first + per_token * (len(seq.tokens) - seq.prompt_len) - now
     return left if left > -LOST * per_token else inf

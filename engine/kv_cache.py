@@ -122,28 +122,29 @@ class KvCache:
 
     def written(self, chunks: Iterable[Chunk]) -> None:
         """The chunks were computed: their KV is in the pool, and others may find the blocks that are full."""
-        size = self.blocks.block_size
+        size, prefix = self.blocks.block_size, self.prefix
         for chunk in chunks:
             seq = chunk.seq
             seq.computed += chunk.count
-            if self.prefix is not None and seq.computed >= (len(seq.pages) + 1) * size:
-                self._publish(seq, self.prefix)
+            if prefix is not None and seq.computed >= (len(seq.pages) + 1) * size:
+                self._publish(seq, prefix)
 
     def _publish(self, seq: Sequence, prefix: PrefixCache) -> None:
-        size = self.blocks.block_size
-        page = seq.pages[-1] if seq.pages else prefix.root(seq.tenant)
-        for i in range(len(seq.pages), seq.computed // size):
-            page = prefix.child(page, seq.tokens[i * size : (i + 1) * size])
-            block = seq.blocks[i]
+        size, child, keep = self.blocks.block_size, prefix.child, self.store.keep
+        pages, blocks, tokens = seq.pages, seq.blocks, seq.tokens
+        page = pages[-1] if pages else prefix.root(seq.tenant)
+        for i in range(len(pages), seq.computed // size):
+            page = child(page, tokens[i * size : (i + 1) * size])
+            block = blocks[i]
             if page.block < 0:
                 page.block = block
-                self.store.keep(page)
+                keep(page)
             else:
                 # Somebody else computed the same: one block serves both.
-                seq.blocks[i : i + 1] = self.blocks.share([page.block])
+                blocks[i : i + 1] = self.blocks.share([page.block])
                 self.blocks.release([block])
                 seq.replaced += 1
-            seq.pages.append(page)
+            pages.append(page)
 
     def evict(self, seq: Sequence) -> bool:
         """Put a sequence out that will come back. True when it keeps what it computed; else that is computed again,
@@ -187,7 +188,7 @@ class KvCache:
         """Forget what is found by prefix and held by nobody."""
         if self.prefix is not None:
             for root in list(self.prefix.roots.values()):
-                for page in list(root.children.values()):
+                for page in list((root.children or {}).values()):
                     self.store.drop_idle([page])
 
     def check(self, running: Iterable[Sequence]) -> None:

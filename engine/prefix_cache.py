@@ -7,7 +7,7 @@ block). Looking a page up compares its tokens, so two prompts whose hashes colli
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(slots=True, eq=False)
@@ -19,7 +19,8 @@ class Page:
 
     parent: Page | None = None
     tokens: tuple[int, ...] = ()
-    children: dict[tuple[int, ...], Page] = field(default_factory=dict)
+    children: dict[tuple[int, ...], Page] | None = None
+    """None until there is one: most pages are made by the hundred and are the last of their kind."""
     in_tree: bool = False
     block: int = -1
     """Of the device's pool; -1 for none."""
@@ -53,7 +54,7 @@ class PrefixCache:
         while pages and not pages[-1].in_tree:
             pages.pop()
         page = pages[-1] if pages else self.roots.get(tenant)
-        while page is not None and len(pages) < limit:
+        while page is not None and page.children and len(pages) < limit:
             at = len(pages) * size
             page = page.children.get(tuple(tokens[at : at + size]))
             if page is not None:
@@ -63,31 +64,33 @@ class PrefixCache:
     def child(self, parent: Page, tokens: Sequence[int]) -> Page:
         """The page of these tokens after `parent`, made when it is missing."""
         key = tuple(tokens)
-        page = parent.children.get(key)
-        if page is None:
-            page = parent.children[key] = Page(parent, key, in_tree=True)
+        if parent.children is None:
+            parent.children = {}
+        elif (page := parent.children.get(key)) is not None:
+            return page
+        page = parent.children[key] = Page(parent, key, None, True)
         return page
 
     def remove(self, page: Page) -> list[Page]:
         """Take out a page and all that come after it, which cannot be found without it. Gives them, leaves first."""
-        assert page.parent is not None
-        del page.parent.children[page.tokens]
-        removed, open_pages = [], [page]
-        while open_pages:
-            page = open_pages.pop()
-            page.in_tree = False
-            removed.append(page)
-            open_pages += page.children.values()
-        above = removed[0].parent
+        above = page.parent
+        assert above is not None and above.children
+        del above.children[page.tokens]
         if above.tenant is not None and not above.children:
             # A tenant with nothing left costs nothing.
             del self.roots[above.tenant]
+        removed = [page]
+        for gone in removed:  # grows while it is walked
+            gone.in_tree = False
+            if gone.children:
+                removed += gone.children.values()
+                gone.children = None  # or the two would keep each other in memory
         return removed[::-1]
 
     def pages(self) -> list[Page]:
         found, open_pages = [], list(self.roots.values())
         while open_pages:
-            page = open_pages.pop()
-            found += page.children.values()
-            open_pages += page.children.values()
+            after = (open_pages.pop().children or {}).values()
+            found += after
+            open_pages += after
         return found

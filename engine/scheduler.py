@@ -128,13 +128,14 @@ class Scheduler:
 
     def _decode(self, seqs: Iterable[Sequence], now: float) -> bool:
         """A token for each. Says whether memory was short for one."""
-        short = False
+        short, chosen, size = False, self._chosen, self.block_size
+        running = Status.RUNNING  # an enum's member is slow to find
         for seq in seqs:
-            if seq.status is not Status.RUNNING:
+            if seq.status is not running:
                 continue
             # Most need no block now, and are spared the calls.
-            if len(seq.tokens) <= len(seq.blocks) * self.block_size or self._grow(seq, now):
-                self._chosen[seq] = Chunk(seq, 1)
+            if len(seq.tokens) <= len(seq.blocks) * size or self._grow(seq, now):
+                chosen[seq] = Chunk(seq, 1)
                 seq.skipped = 0
             else:
                 short = True
@@ -144,7 +145,8 @@ class Scheduler:
     def _settle(self) -> list[Chunk]:
         ready = [c for c in self._chosen.values() if c.seq.arriving is None or self.kv.ready(c.seq)]
         # When all are still being copied in, the iteration waits for them.
-        chunks = sorted(ready or self._chosen.values(), key=lambda c: c.count > 1)
+        ready = ready or list(self._chosen.values())
+        chunks = [c for c in ready if c.count == 1] + [c for c in ready if c.count > 1]
         self.load = Load.of(chunks)
         self.outlook.decodes = self.load._replace(prefill=0, pairs=0.0)
         return chunks

@@ -11,14 +11,15 @@ from plait.engine.policies.base import Policy
 from plait.engine.sequence import Sequence, Status
 
 Entry = tuple[float, int, int, Sequence]
-MOVES = 64
+WAITING = Status.WAITING  # an enum's member is slow to find
+MOVES = 16
 """Keys made anew at one moment at most: when thousands expire at once, an iteration is not held up by it."""
 FIRST = ("first",)
 """The lane of those that come before all others, whatever the policy: in order of arrival."""
 
 
 def _waits(entry: Entry) -> bool:
-    return entry[3].ticket == entry[2] and entry[3].status is Status.WAITING
+    return entry[3].ticket == entry[2] and entry[3].status is WAITING
 
 
 class Heap:
@@ -36,9 +37,16 @@ class Heap:
 
     def first(self) -> Sequence | None:
         entries = self.entries
-        while entries and not _waits(entries[0]):
+        while entries:
+            _, _, ticket, seq = entries[0]
+            if seq.ticket == ticket and seq.status is WAITING:
+                return seq
             heapq.heappop(entries)
-        return entries[0][3] if entries else None
+        return None
+
+    def replace(self, key: float, seq: Sequence) -> None:
+        """The first one's place changes."""
+        heapq.heapreplace(self.entries, (key, seq.number, seq.ticket, seq))
 
     def leave(self) -> None:
         """One of them does not wait any more."""
@@ -100,9 +108,8 @@ class WaitingQueue:
             if lane is FIRST or (lane[0] and not with_long):
                 continue
             while (seq := heap.first()) is not None and now >= seq.expires and self._moves < MOVES:
-                heapq.heappop(heap.entries)
-                heap.size -= 1
-                self._place(seq, now)
+                seq.key, seq.expires = self.policy.expired(seq), inf
+                heap.replace(seq.key, seq)
                 self._moves += 1
             if seq is not None:
                 place = (now >= seq.expires, self.policy.rank(seq), seq.number)

@@ -61,6 +61,12 @@ class Shares:
             self._least = min(counters, default=self.counters.get(self._last, 0.0))
         return self._least
 
+    def ahead(self, tenant: str) -> float:
+        """How much more than the least served of those that wait; zero for one that got less."""
+        least = self.least() if self._least is None else self._least
+        counter = self.counters.get(tenant, 0.0)
+        return counter - least if counter > least else 0.0
+
 
 class Fair(Policy):
     """The tenant that got least comes next, its earliest request first.

@@ -75,8 +75,8 @@ class Default(Policy):
         return seq.key + self.LATE
 
     def rank(self, seq: Sequence) -> float:
-        ahead = self.shares.counters.get(seq.tenant, 0.0) - self.shares.least()
-        return seq.key + min(max(ahead, 0.0), self.UNFAIR)
+        ahead = self.shares.ahead(seq.tenant)
+        return seq.key + ahead if ahead < self.UNFAIR else seq.key + self.UNFAIR
 
     def yields(self, running: Sequence, waiting: Sequence, now: float) -> bool:
         """A lower priority yields to one that has used up half of its slack; before that a seat may become free."""
