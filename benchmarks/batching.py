@@ -89,9 +89,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arrivals", choices=("at-once", "poisson"), default="at-once")
     parser.add_argument("--per-second", type=float, default=3.0, help="of the Poisson arrivals")
-    parser.add_argument("--requests", type=int, default=16)
-    parser.add_argument("--seats", type=int, default=4)
-    parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--seats", type=int, default=16)
+    parser.add_argument("--runs", type=int, default=3)
     args = parser.parse_args()
     rate = args.per_second if args.arrivals == "poisson" else None
     runs: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
