@@ -58,6 +58,7 @@ tracer = trace.get_tracer("plait.client")
 # Not the prefix of the workers, who remove its topics when they have not been used for a while.
 OWN_PREFIX = "plait.clients."
 _GOODBYE_S = 5.0
+_ELSEWHERE_S = 5.0
 
 
 class RequestFailed(RuntimeError):
@@ -147,6 +148,7 @@ class Client:
         self._positions: dict[str, Position] = {}
         self._readers: Counter[str] = Counter()  # streams by topic
         self._unended: dict[str, bool] = {}  # submitted here, no end seen; true when cancelled
+        self._listed, self._topics = 0.0, frozenset[str]()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -281,7 +283,8 @@ class Client:
         Raises RequestFailed for an `error` event, TimeoutError when no event comes within `timeout_s` seconds
         (default: the client's), StreamBroken when one is missing for longer than `gap_timeout_s`. A request
         that this client did not submit is read from the beginning of its topic. Raises ValueError for a token that
-        is none, or another request's.
+        is none, or another request's. Where the workers may not write to the client's topic (`topics.named_responses`),
+        their error is found in the request's own within seconds.
         """
         limit = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit
@@ -316,6 +319,8 @@ class Client:
                 del self._readers[topic]
                 if topic != self.response_topic:
                     self._reader.forget(topic)
+            if inbox.elsewhere:
+                self._reader.forget(response_topic_of(request_id))
 
     def position(self, request_id: str) -> str:
         """A token for `stream(resume=...)`: behind the event that a stream of this client gave out last.
@@ -414,6 +419,8 @@ class Client:
             if inbox.gap_since is not None:
                 until = min(until, inbox.gap_since + self._gap_timeout_s)
             left = until - time.monotonic()
+            if inbox.start is None and not inbox.elsewhere and limit - left > _ELSEWHERE_S:
+                await self._look_elsewhere(request_id, inbox)
             if left > 0:
                 # Short waits, for a gap can show while this waits.
                 with contextlib.suppress(TimeoutError):
@@ -426,6 +433,18 @@ class Client:
             else:
                 raise TimeoutError(f"no event of request {request_id} for {limit:g} s: does a worker run?")
         return inbox.events.get_nowait()
+
+    async def _look_elsewhere(self, request_id: str, inbox: Inbox) -> None:
+        """A worker that may not write to our topic says so in the request's own."""
+        if time.monotonic() - self._listed > _ELSEWHERE_S:
+            self._listed = time.monotonic()  # before it is there: one listing serves all that wait
+            with contextlib.suppress(KafkaError, OSError, AttributeError):  # the last: it reconnects
+                self._topics = frozenset(await self._admin.list_topics())
+        topic = response_topic_of(request_id)
+        if topic != self.response_topic and topic in self._topics:
+            inbox.elsewhere = True
+            with contextlib.suppress(KafkaError, OSError, AttributeError):
+                await self._reader.follow(await self._partitions(topic))
 
     async def _make_topic(self, topic: str) -> None:
         errors, _ = await create(self._admin, {topic: (1, {"retention.ms": "3600000"})}, -1)

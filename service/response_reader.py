@@ -30,6 +30,7 @@ class Inbox:
     events: asyncio.Queue[tuple[Event, Position]] = field(default_factory=asyncio.Queue)
     gap_since: float | None = None
     start: int | None = None
+    elsewhere: bool = False  # the request's own topic is read too, though another was named
     skip: int = 0  # events that were delivered before they were read again
     _offsets: dict[int, int] = field(default_factory=dict)  # of events that are not delivered, by index
 

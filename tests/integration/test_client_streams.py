@@ -3,12 +3,15 @@
 import asyncio
 
 import pytest
+from aiokafka import TopicPartition
 
 from fakes import FakeEngine, FakeTokenizer, fake_tokens
 from kafka_broker import KafkaBroker
 from plait.engine.api import GenerationRequest, SamplingParams
 from plait.schemas import TokensEvent
-from plait.service.client import Client
+from plait.schemas.names import RESPONSES_PREFIX
+from plait.service import client as client_module
+from plait.service.client import Client, RequestFailed
 from worker_harness import Site
 
 pytestmark = pytest.mark.kafka
@@ -70,3 +73,19 @@ async def test_readers_that_restart_go_on_where_they_were(kafka: KafkaBroker) ->
             await asyncio.gather(*(read(second, request_id, None) for request_id in ids))
         await first.close()
     assert [seen[r] for r in ids] == [expected(p, tokens) for p in prompts]
+
+
+async def test_a_client_whose_topic_is_not_open_hears_so(
+    kafka: KafkaBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "_ELSEWHERE_S", 0.2)
+    site = Site(
+        kafka.bootstrap_servers,
+        topics={"named_responses": "answers[.].+", "responses_prefix": RESPONSES_PREFIX},
+    )
+    async with site.worker(), client_of(site) as client:
+        for _ in range(2):
+            with pytest.raises(RequestFailed, match=r"topics\.named_responses") as refusal:
+                await client.generate("hello", timeout_s=30)
+            assert refusal.value.code == "invalid_request"
+        assert list(client._reader._positions) == [TopicPartition(client.response_topic, 0)]
