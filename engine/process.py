@@ -65,7 +65,7 @@ class EngineProcess:
     async def start(self) -> None:
         """Load the model and come up. Raises EngineFailed, ModelUnavailable."""
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        await self._launch()
+        await self.launch()
         try:
             # While that process imports what it needs, which takes longer.
             self._path = await asyncio.to_thread(resolve, self.config.model)
@@ -139,8 +139,11 @@ class EngineProcess:
         live = self.live.get(request_id)
         return live is not None and live.running
 
-    async def _launch(self) -> None:
-        """Start the process, which then waits for its configuration. Raises EngineFailed."""
+    async def launch(self) -> None:
+        """Start the process, which imports what it needs and waits for its configuration; once before `start`, which
+        else does it. Raises EngineFailed."""
+        if self._child is not None and self._child.returncode is None:
+            return
         ours, theirs = socket.socketpair()
         self._child = self._writer = None
         self._launched = time.monotonic()
@@ -238,7 +241,7 @@ class EngineProcess:
     async def _respawn(self) -> asyncio.StreamReader:
         for attempt in range(1, START_ATTEMPTS + 1):
             try:
-                await self._launch()
+                await self.launch()
                 reader = await self._come_up()
                 break
             except EngineFailed as error:

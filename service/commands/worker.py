@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -58,6 +59,7 @@ def command(
 
     Flags win over PLAIT_* environment variables, and those over the file.
     """
+    gc.disable()  # until all is imported
     from plait.service.commands.connect import log_to_stderr
     from plait.service.settings import Settings
 
@@ -88,9 +90,19 @@ def command(
 
 async def _serve(settings: Settings) -> None:
     from plait.service.local import make_engine
-    from plait.service.worker import Worker
 
-    worker = Worker(settings, make_engine(settings))
+    engine = make_engine(settings)
+    await engine.launch()  # it imports for seconds, and this process does so meanwhile
+    try:
+        from plait.service.worker import Worker
+
+        worker = Worker(settings, engine)
+    except BaseException:
+        await engine.stop()
+        raise
+    # What was imported stays: no garbage collection need look at it again.
+    gc.freeze()
+    gc.enable()
     log.info("loading the model %s (the first time it is fetched and converted)", settings.engine.model)
     run = asyncio.ensure_future(worker.run())
     draining = cut_short = False
