@@ -220,6 +220,8 @@ class Engine:
         kv.clear()
         kv.queried_tokens = kv.hit_tokens = 0
         self.counters = Counters()
+        if self.recorder:
+            self.recorder = Recorder()
 
     def save_record(self) -> None:
         """Write what `record` asks for, if it does."""

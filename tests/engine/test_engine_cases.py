@@ -158,11 +158,13 @@ def test_whose_deadline_passes_while_it_waits_never_runs() -> None:
 def test_what_the_scheduler_did_is_recorded_when_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "record.csv"
     made = engine(record=str(path))
+    made.warm_up()
     made.generate(
         [request("a", 20, replace(GREEDY, max_tokens=4)), request("b", 5, replace(GREEDY, max_tokens=6))]
     )
     made.save_record()
     spans = {(s.request, s.state): s.tokens for s in read_record(path)}
+    assert {request for request, _ in spans} == {"a", "b"}, "the warm-up is in the record"
     assert spans[("a", "prefill")] == 20 and spans[("a", "decode")] == 3
     assert spans[("b", "prefill")] == 5 and spans[("b", "decode")] == 5
     made.record = tmp_path / "missing" / "record.csv"
