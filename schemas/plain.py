@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 MAX_DEPTH = 16
@@ -12,6 +12,7 @@ MAX_CONTAINERS = 300_000
 _MIN_INT, _MAX_INT = -(2**63), 2**64 - 1
 
 Problem = tuple[str, str]
+Join = Callable[[str, Any], str]
 
 
 def find_problem(value: Any, *, depth: int = MAX_DEPTH, int_keys_at: str | None = None) -> Problem | None:
@@ -20,43 +21,41 @@ def find_problem(value: Any, *, depth: int = MAX_DEPTH, int_keys_at: str | None 
     `int_keys_at` is the one path whose map may have integer keys.
     """
     left = MAX_CONTAINERS
-    # A stack of iterators, so that depth costs no recursion and the order stays that of the message.
-    stack = [iter((("", value),))]
+    # A stack of iterators, so that depth costs no recursion and the order stays that of the message. A path is put
+    # together only where it is needed: this is in the way of every token.
+    stack: list[tuple[str, Iterator[tuple[Any, Any]], Join]] = [("", iter((("", value),)), join)]
     while stack:
-        for path, item in stack[-1]:
+        above, children, joined = stack[-1]
+        for key, item in children:
             kind = type(item)
-            if kind is dict or kind is list:
-                left -= 1
-                if left < 0:
-                    return path, f"the message has more than {MAX_CONTAINERS} maps and lists"
-                if not item:
+            if kind is not dict and kind is not list:
+                if wrong := _bad_scalar(item):
+                    return joined(above, key), wrong
+                continue
+            left -= 1
+            if left < 0:
+                return joined(above, key), f"the message has more than {MAX_CONTAINERS} maps and lists"
+            if not item:
+                continue
+            if len(stack) > depth:
+                return joined(above, key), f"nested deeper than {depth} levels"
+            if kind is list:
+                if set(map(type, item)) == {int} and _MIN_INT <= min(item) <= max(item) <= _MAX_INT:
                     continue
-                if len(stack) > depth:
-                    return path, f"nested deeper than {depth} levels"
-                if (
-                    kind is list
-                    and set(map(type, item)) == {int}
-                    and _MIN_INT <= min(item) <= max(item) <= _MAX_INT
-                ):
-                    continue
-                if kind is dict:
-                    key = _bad_key(item, path == int_keys_at)
-                    if key is not None:
-                        return path, key
-                stack.append(_children(item, path))
-                break
-            wrong = _bad_scalar(item)
-            if wrong:
-                return path, wrong
+                stack.append((joined(above, key), enumerate(item), _at))
+            else:
+                path = joined(above, key)
+                if bad_key := _bad_key(item, path == int_keys_at):
+                    return path, bad_key
+                stack.append((path, iter(item.items()), join))
+            break
         else:
             stack.pop()
     return None
 
 
-def _children(item: Any, path: str) -> Iterator[Problem]:
-    if type(item) is list:
-        return ((f"{path}[{i}]", child) for i, child in enumerate(item))
-    return ((join(path, key), child) for key, child in item.items())
+def _at(path: str, place: int) -> str:
+    return f"{path}[{place}]"
 
 
 def join(path: str, key: object) -> str:

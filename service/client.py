@@ -424,7 +424,8 @@ class Client:
             if left > 0:
                 # Short waits, for a gap can show while this waits.
                 with contextlib.suppress(TimeoutError):
-                    return await asyncio.wait_for(inbox.events.get(), min(0.25, left))
+                    async with asyncio.timeout(min(0.25, left)):  # no task for each event, as wait_for makes
+                        return await inbox.events.get()
             elif until < deadline:
                 raise StreamBroken(
                     f"event {inbox.order.next} of request {request_id} is missing, and has not come"

@@ -58,7 +58,9 @@ class EventOrder:
             self.next += 1
             fresh = self._cut(following)
             if fresh is not None:
-                ready.append((fresh.model_copy(update={"index": self.delivered}), self.next, self._cutting))
+                if fresh.index != self.delivered:
+                    fresh = fresh.model_copy(update={"index": self.delivered})
+                ready.append((fresh, self.next, self._cutting))
                 self.delivered += 1
         return ready
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ssl
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from aiokafka.errors import (
     TopicAuthorizationFailedError,
 )
 from aiokafka.helpers import create_ssl_context
+from aiokafka.partitioner import DefaultPartitioner, murmur2
 from pydantic import SecretStr
 
 from plait.service.oauth import make_tokens
@@ -32,6 +34,9 @@ PERMANENT = (
     RecordListTooLargeError,
     TopicAuthorizationFailedError,
 )
+
+LONGEST_KEY = 256
+"""Of a key that is remembered, in bytes: as long as a request's may be, and not as long as any dead letter's."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,19 @@ async def step(consumer: Any, timeout_ms: int) -> tuple[dict[TopicPartition, lis
             batch[tp] = [Unreadable(tp.topic, tp.partition, offset, str(error))]
             found = True
     return batch, found
+
+
+@lru_cache(maxsize=10_000)
+def _hash(key: bytes) -> int:
+    return int(murmur2(key)) & 0x7FFFFFFF
+
+
+def partition_of(key: bytes | None, partitions: list[int], available: list[int]) -> int:
+    """aiokafka's partitioner, which puts a key where Kafka's own producers put it, with a memory for the hash: it is
+    slow in Python, and each token of a request has the same key."""
+    if key is None or len(key) > LONGEST_KEY:
+        return int(DefaultPartitioner()(key, partitions, available))
+    return partitions[_hash(key) % len(partitions)]
 
 
 def connection(settings: KafkaSettings, role: str) -> dict[str, Any]:

@@ -10,11 +10,10 @@ from typing import Any
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError
-from aiokafka.partitioner import DefaultPartitioner
 
 from plait.schemas import decode_event, headers
 from plait.service.history import History
-from plait.service.kafka import connection, say, step
+from plait.service.kafka import connection, partition_of, say, step
 from plait.service.settings import Settings
 from plait.service.telemetry import header_text
 
@@ -45,7 +44,6 @@ class Lookup:
     def __init__(self, settings: Settings, make_consumer: Callable[..., Any] = AIOKafkaConsumer) -> None:
         self._settings = settings
         self._make_consumer = make_consumer
-        self._partition = DefaultPartitioner()
         self._wanted: list[Wanted] = []
         self._scanning: asyncio.Task[None] | None = None
         self.scans = 0
@@ -117,7 +115,7 @@ class Lookup:
             partitions = sorted(consumer._client.cluster.partitions_for_topic(wanted.topic) or ())
             if partitions:
                 key = wanted.request_id.encode()
-                tp = TopicPartition(wanted.topic, self._partition(key, partitions, partitions))
+                tp = TopicPartition(wanted.topic, partition_of(key, partitions, partitions))
                 found.setdefault(tp, {})[key] = wanted
         return found
 

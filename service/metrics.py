@@ -48,6 +48,7 @@ class Metrics:
         self.rebalances = counter(names.REBALANCES, "Assignments received")
         self.dead_letters = counter(names.DEAD_LETTERS, "Messages in the dead-letter topic", "reason")
         self.events = counter(names.EVENTS, "Events handed to the producer", "type")
+        self.event = {kind: self.events.labels(type=kind) for kind in ("tokens", "done", "error")}
         self.publish_errors = counter(names.PUBLISH_ERRORS, "Failed sends", "retried")
         self.response_topics = counter(names.RESPONSE_TOPICS, "Response topics", "action")
         self.control = counter(names.CONTROL_MESSAGES, "Control messages read", "kind")

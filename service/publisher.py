@@ -13,7 +13,7 @@ from aiokafka import AIOKafkaProducer
 from aiokafka.errors import KafkaError
 from aiokafka.protocol.produce import ProduceRequest
 
-from plait.service.kafka import PERMANENT, connection, say
+from plait.service.kafka import PERMANENT, connection, partition_of, say
 from plait.service.membership import Membership
 from plait.service.metrics import Metrics
 from plait.service.settings import Settings
@@ -159,6 +159,7 @@ class Publisher:
             max_request_size=MAX_REQUEST_BYTES,
             linger_ms=0,
             retry_backoff_ms=50,
+            partitioner=partition_of,
         )
         try:
             await producer.start()

@@ -304,7 +304,7 @@ class Stream:
             self._published_from = self._clock.monotonic()
         await self._outbox.put(value, self._headers(kind))
         self._index += 1
-        self._services.metrics.events.labels(type=kind).inc()
+        self._services.metrics.event[kind].inc()
 
     async def _finish(self, request: Request, held: list[Piece] | None, waited_ms: float) -> str:
         assert self._answers is not None
