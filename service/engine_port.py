@@ -42,6 +42,9 @@ class EngineLike(Protocol):
     def failed(self) -> asyncio.Future[None]:
         """Set with an exception when the engine cannot be brought back."""
 
+    async def launch(self) -> None:
+        """Begin with what of a start needs no waiting for; `start` does it otherwise."""
+
     async def start(self) -> None: ...
 
     async def stop(self) -> None: ...

@@ -100,6 +100,8 @@ class FakeEngine:
     def idle(self) -> bool:
         return not self._sequences
 
+    async def launch(self) -> None: ...
+
     async def start(self) -> None:
         self.ready = True
 

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
 from fake_mover import FakeMover
 from plait.engine.api import GenerationRequest, Objectives, SamplingParams
 from plait.engine.block_manager import BlockManager
@@ -239,3 +242,23 @@ class Drive:
             if seq.reason == "length":
                 full = min(seq.prompt_len + seq.sampling.max_tokens, self.capacity)
                 assert len(seq.tokens) == full, "a token was lost"
+
+
+class Driven(RuleBasedStateMachine):
+    """What all machines around a Drive do: `drive` is made by their own `initialize`."""
+
+    drive: Drive
+
+    @rule(times=st.integers(1, 6))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            self.drive.step()
+
+    @invariant()
+    def whole(self) -> None:
+        if hasattr(self, "drive"):
+            self.drive.check_pool()
+
+    def teardown(self) -> None:
+        if hasattr(self, "drive"):
+            self.drive.finish_all()

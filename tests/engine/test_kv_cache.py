@@ -6,12 +6,12 @@ from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, precondition, rule
 
-from scheduling import Drive
+from scheduling import Drive, Driven
 
 
-class Pressure(RuleBasedStateMachine):
+class Pressure(Driven):
     """Prompts with common beginnings, of two tenants, in pools that are too small; copies come late, or never."""
 
     @initialize(
@@ -46,11 +46,6 @@ class Pressure(RuleBasedStateMachine):
     def end(self, data: st.DataObject, reason: Any) -> None:
         self.drive.scheduler.finish(data.draw(st.sampled_from(self.drive.seqs)), reason)
 
-    @rule(times=st.integers(1, 6))
-    def step(self, times: int) -> None:
-        for _ in range(times):
-            self.drive.step()
-
     @rule(copies=st.integers(1, 3))
     def catch_up(self, copies: int) -> None:
         self.drive.mover.catch_up(copies)
@@ -58,15 +53,6 @@ class Pressure(RuleBasedStateMachine):
     @rule()
     def clear(self) -> None:
         self.drive.kv.clear()
-
-    @invariant()
-    def whole(self) -> None:
-        if hasattr(self, "drive"):
-            self.drive.check_pool()
-
-    def teardown(self) -> None:
-        if hasattr(self, "drive"):
-            self.drive.finish_all()
 
 
 TestPressure = Pressure.TestCase

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, precondition, rule
 
 from plait.engine.policies import POLICIES
 from plait.engine.sequence import Status
-from scheduling import Drive
+from scheduling import Drive, Driven
 
 
-class Traffic(RuleBasedStateMachine):
+class Traffic(Driven):
     """Random arrivals, priorities, sizes and cancellations in tiny pools under tiny budgets."""
 
     @initialize(
@@ -64,20 +64,6 @@ class Traffic(RuleBasedStateMachine):
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         self.drive.cancel(data.draw(st.sampled_from(self.drive.seqs)))
-
-    @rule(times=st.integers(1, 5))
-    def step(self, times: int) -> None:
-        for _ in range(times):
-            self.drive.step()
-
-    @invariant()
-    def whole(self) -> None:
-        if hasattr(self, "drive"):
-            self.drive.check_pool()
-
-    def teardown(self) -> None:
-        if hasattr(self, "drive"):
-            self.drive.finish_all()
 
 
 TestTraffic = Traffic.TestCase

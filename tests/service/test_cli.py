@@ -167,13 +167,19 @@ def test_dev_with_a_worker_answers_and_a_taken_port_is_one_clear_line(capsys):
     assert code == 0 and "Traceback" not in err
 
 
-def test_a_worker_finishes_what_runs_at_the_first_signal_and_stops_at_the_second(dev):
-    worker = start("worker", "--bootstrap-servers", dev, "--http-port", "0", pace=0.1)
+def serving(dev, pace, tokens):
+    """A worker, and a request of which it has answered the first token."""
+    worker = start("worker", "--bootstrap-servers", dev, "--http-port", "0", pace=pace)
     for line in worker.stderr:
         if "ready:" in line:
             break
-    request = start("generate", "hi", "--max-tokens", "20", "--bootstrap-servers", dev)
+    request = start("generate", "hi", "--max-tokens", str(tokens), "--bootstrap-servers", dev)
     assert request.stdout.read(3) == " ok"
+    return worker, request
+
+
+def test_a_worker_finishes_what_runs_at_the_first_signal_and_stops_at_the_second(dev):
+    worker, request = serving(dev, pace=0.1, tokens=20)
     code, _, err = finish(worker, signal.SIGTERM)
     assert code == 0 and "Traceback" not in err
     code, out, _ = finish(request)
@@ -181,12 +187,7 @@ def test_a_worker_finishes_what_runs_at_the_first_signal_and_stops_at_the_second
 
 
 def test_a_second_signal_stops_a_worker_at_once(dev):
-    worker = start("worker", "--bootstrap-servers", dev, "--http-port", "0", pace=0.2)
-    for line in worker.stderr:
-        if "ready:" in line:
-            break
-    request = start("generate", "hi", "--max-tokens", "1000", "--bootstrap-servers", dev)
-    assert request.stdout.read(3) == " ok"
+    worker, request = serving(dev, pace=0.2, tokens=1000)
     worker.send_signal(signal.SIGTERM)
     for line in worker.stderr:
         if "1 requests in flight" in line:
@@ -198,12 +199,7 @@ def test_a_second_signal_stops_a_worker_at_once(dev):
 
 
 def test_ctrl_c_ends_the_request_before_its_topic_goes(dev):
-    worker = start("worker", "--bootstrap-servers", dev, "--http-port", "0", pace=0.05)
-    for line in worker.stderr:
-        if "ready:" in line:
-            break
-    request = start("generate", "hi", "--max-tokens", "1000", "--bootstrap-servers", dev)
-    assert request.stdout.read(3) == " ok"
+    worker, request = serving(dev, pace=0.05, tokens=1000)
     code, out, _ = finish(request, signal.SIGINT)
     assert code == 130 and out.endswith("\n")
     code, _, err = finish(worker, signal.SIGTERM)

@@ -242,17 +242,21 @@ async def test_error_events_raise(embedded_broker):
         )
 
 
+async def many_streams(client, worker, count):
+    ids = await asyncio.gather(*(client.submit(f"{n}") for n in range(count)))
+    requests = [await worker.request() for _ in ids]
+    for index in range(3):
+        for request in requests:
+            await worker.publish(request, tokens(request, index, f"{request.prompt}.{index} "))
+    for request in requests:
+        await worker.publish(request, done(request, 3))
+    streams = await asyncio.gather(*(collect(client, request_id) for request_id in ids))
+    assert [text_of(events) for events in streams] == [f"{n}.0 {n}.1 {n}.2 " for n in range(count)]
+
+
 async def test_many_streams_share_one_consumer(embedded_broker):
     async with scripted(embedded_broker.bootstrap_servers) as (client, worker):
-        ids = await asyncio.gather(*(client.submit(f"{n}") for n in range(30)))
-        requests = [await worker.request() for _ in ids]
-        for index in range(3):
-            for request in requests:
-                await worker.publish(request, tokens(request, index, f"{request.prompt}.{index} "))
-        for request in requests:
-            await worker.publish(request, done(request, 3))
-        streams = await asyncio.gather(*(collect(client, request_id) for request_id in ids))
-        assert [text_of(events) for events in streams] == [f"{n}.0 {n}.1 {n}.2 " for n in range(30)]
+        await many_streams(client, worker, 30)
 
 
 async def test_per_request_topics_are_followed_once_the_worker_makes_them(embedded_broker):

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from test_client import collect, done, make_topics, scripted, text_of, tokens
+from test_client import collect, done, make_topics, many_streams, scripted, text_of, tokens
 
 from plait.schemas import response_topic_of
 from plait.service.client import Client
@@ -13,15 +13,7 @@ pytestmark = [pytest.mark.kafka, pytest.mark.timeout(170)]
 
 async def test_many_streams_on_one_topic(kafka):
     async with scripted(kafka.bootstrap_servers) as (client, worker):
-        ids = await asyncio.gather(*(client.submit(f"{n}") for n in range(20)))
-        requests = [await worker.request() for _ in ids]
-        for index in range(3):
-            for request in requests:
-                await worker.publish(request, tokens(request, index, f"{request.prompt}.{index} "))
-        for request in requests:
-            await worker.publish(request, done(request, 3))
-        streams = await asyncio.gather(*(collect(client, request_id) for request_id in ids))
-        assert [text_of(events) for events in streams] == [f"{n}.0 {n}.1 {n}.2 " for n in range(20)]
+        await many_streams(client, worker, 20)
         topic = client.response_topic
     async with Client(kafka.bootstrap_servers, per_request_topics=True) as other:
         assert topic not in await other._admin.list_topics()

@@ -129,7 +129,8 @@ class Producer:
             future.set_exception(error)
 
 
-async def test_a_frozen_worker_publishes_nothing_when_it_thaws(monkeypatch: pytest.MonkeyPatch) -> None:
+async def member(monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], Membership, Outbox]:
+    """A clock, a membership that was confirmed at 0 and lasts for 10 s, and an outbox that depends on it."""
     monkeypatch.setattr(publisher_module, "RETRY_BACKOFF_S", 0.001)
     Producer.made.clear()
     now = [0.0]
@@ -141,6 +142,11 @@ async def test_a_frozen_worker_publishes_nothing_when_it_thaws(monkeypatch: pyte
     async def ensure() -> None: ...
 
     box = Outbox(publisher, Metrics(), "t", b"k", ensure)
+    return now, membership, box
+
+
+async def test_a_frozen_worker_publishes_nothing_when_it_thaws(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, membership, box = await member(monkeypatch)
     await box.put(b"0", [])
     await box.flush()
     (first,) = Producer.made
@@ -160,17 +166,7 @@ async def test_a_frozen_worker_publishes_nothing_when_it_thaws(monkeypatch: pyte
 
 
 async def test_requests_that_were_lost_meanwhile_send_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publisher_module, "RETRY_BACKOFF_S", 0.001)
-    Producer.made.clear()
-    now = [0.0]
-    membership = Membership(Clock(monotonic=lambda: now[0]), 10)
-    membership.heard(None, 0)
-    publisher = Publisher(Settings.load(), Metrics(), membership, Producer)
-    await publisher.start()
-
-    async def ensure() -> None: ...
-
-    box = Outbox(publisher, Metrics(), "t", b"k", ensure)
+    now, membership, box = await member(monkeypatch)
     Producer.made[0].go.clear()
     await box.put(b"0", [])
     now[0] = 30
