@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import logging
 import socket
@@ -52,6 +53,8 @@ def main() -> int:
     # What was imported and loaded stays: no collection need look at it again.
     gc.collect()
     gc.freeze()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
+        trim(0)  # what loading took and freed goes back to the system
     engine.on_admit = lambda seqs: link.send(["running", [s.id for s in seqs]])
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         serve(engine, link)

@@ -68,7 +68,16 @@ def optimize(model: nn.Module, attention: PagedAttention, int8: bool = False) ->
                 setattr(parent, name, compiled[-1])
             elif can_pack(dtype):
                 setattr(parent, name, PackedLinear(child.weight, child.bias))
+    if compiled:
+        let_go_of_file(model)
     return compiled
+
+
+def let_go_of_file(model: nn.Module) -> None:
+    """What is left of the weights, embedding and norms, may lie in their file, which is mapped as long as one of them
+    does: all of it, though most has been packed."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        tensor.data = tensor.data.clone()
 
 
 def is_known(layer: nn.Module, dtype: torch.dtype) -> bool:
