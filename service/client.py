@@ -404,12 +404,14 @@ class Client:
         topic = response_topic_of(request_id)
         pause = 0.02
         # Asking for one topic by name could create it, with the brokers' defaults for its retention.
-        while topic not in await self._admin.list_topics():
+        while True:
+            if topic in await self._admin.list_topics():
+                with contextlib.suppress(UnknownTopicOrPartitionError):  # it has just been removed
+                    return await self._reader.follow(await self._partitions(topic))
             if time.monotonic() > deadline:
-                raise TimeoutError(f"no response topic {topic} was made in time: does a worker run?")
+                raise TimeoutError(f"no response topic {topic} was there in time: does a worker run?")
             await asyncio.sleep(pause)
             pause = min(2 * pause, 0.5)
-        await self._reader.follow(await self._partitions(topic))
 
     async def _next(self, request_id: str, inbox: Inbox, limit: float) -> tuple[Event, Position]:
         deadline = time.monotonic() + limit

@@ -42,7 +42,9 @@ def command(
     max_in_flight: Annotated[
         int | None, typer.Option("--max-in-flight", min=1, help="Requests read and not yet answered.")
     ] = None,
-    policy: Annotated[str | None, typer.Option("--policy", help="default, fcfs, spt, priority, fair or slo.")] = None,
+    policy: Annotated[
+        str | None, typer.Option("--policy", help="default, fcfs, spt, priority, fair or slo.")
+    ] = None,
     threads: Annotated[
         int | None, typer.Option("--threads", min=0, help="Of the CPU device; 0: all.")
     ] = None,

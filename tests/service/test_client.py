@@ -272,6 +272,25 @@ async def test_per_request_topics_are_followed_once_the_worker_makes_them(embedd
         assert [text_of(await asyncio.wait_for(task, 20)) for task in tasks] == ["x", "y"]
 
 
+async def test_a_topic_that_goes_between_two_looks_is_waited_for(embedded_broker):
+    async with scripted(embedded_broker.bootstrap_servers, per_request_topics=True) as (client, worker):
+        listing = client._admin.list_topics
+
+        async def list_topics():
+            client._admin.list_topics = listing
+            return [*await listing(), response_topic_of(request_id)]
+
+        client._admin.list_topics = list_topics
+        request_id = await client.submit("x")
+        task = asyncio.create_task(collect(client, request_id))
+        request = await worker.request()
+        await asyncio.sleep(0.1)
+        assert not task.done() and client._admin.list_topics == listing
+        await make_topics(embedded_broker.bootstrap_servers, response_topic_of(request_id))
+        await worker.publish(request, tokens(request, 0, "x"), done(request, 1))
+        assert text_of(await asyncio.wait_for(task, 20)) == "x"
+
+
 @pytest.mark.parametrize("per_request_topics", [True, False])
 async def test_another_client_takes_up_a_stream_from_its_beginning(embedded_broker, per_request_topics):
     servers = embedded_broker.bootstrap_servers
