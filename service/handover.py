@@ -136,6 +136,7 @@ class Takeovers:
             return
         fresh = Partition(partition.topic_partition, partition.epoch)
         fresh.refused = partition.refused
+        fresh.inherited = partition.inherited  # nobody has died of what was being run
         for key, reason in (partition.channel.refused if partition.channel else {}).items():
             fresh.refused[key] = fresh.refused.get(key, (0, ""))[0] + 1, reason
         self._give_up(partition, fresh)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from aiokafka import TopicPartition
@@ -37,6 +37,8 @@ class Partition:
             bytes | None, tuple[int, str]
         ] = {}  # by request: events refused, how often and why
         self.reach = 0
+        # Attempts that ended with an earlier owner; set before `restore` when this worker was the owner all along.
+        self.inherited: Mapping[int, Mark] | None = None
         self._maybe_started = 0
         self._marks: dict[int, Mark] = {}  # of records that were not delivered yet
 
@@ -48,9 +50,11 @@ class Partition:
         if progress is not None:
             self.tracker = OffsetTracker(committed, progress.finished)
             self.reach = progress.reach
-            self._marks = dict(progress.marks)
         else:
             self.tracker = OffsetTracker(committed)
+        if self.inherited is None:
+            self.inherited = progress.marks if progress is not None else {}
+        self._marks = dict(self.inherited)
         self._maybe_started = end if progress is None else min(end, progress.reach)
         self.is_open = True
 

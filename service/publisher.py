@@ -117,6 +117,7 @@ class Publisher:
 
     async def warm(self, topic: str) -> None:
         """Fetch a topic's metadata, so that the first send need not wait for it."""
+        track(self._producer, topic)
         await self._producer.partitions_for(topic)
 
     def retain(self, topic: str) -> None:
@@ -318,6 +319,13 @@ class Outbox:
                     break
             else:
                 return
+
+
+def track(producer: Any, topic: str) -> None:
+    """Have the producer ask for this topic at every metadata update. aiokafka does so by itself only for topics that it
+    did not know when they were first sent to; at its start it knows all, and the next update forgets the others, with
+    which a batch for one of them has no leader."""
+    producer.client.add_topic(topic)
 
 
 def take_exception(future: asyncio.Future[Any]) -> None:

@@ -19,7 +19,7 @@ from aiokafka.errors import IllegalOperation, KafkaError
 
 from plait.service.kafka import PERMANENT, connection, say
 from plait.service.membership import Membership
-from plait.service.publisher import MAX_REQUEST_BYTES
+from plait.service.publisher import MAX_REQUEST_BYTES, track
 from plait.service.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ class Channel:
         self._idle = asyncio.Event()
         self._idle.set()
         self._failed = False
+        self._ending: asyncio.Task[bool] | None = None
         self.refused: dict[bytes | None, str] = {}  # by key: events that a topic will never take
         self.dirty = False
 
@@ -68,6 +69,9 @@ class Channel:
     async def close(self) -> None:
         """Abort what is not committed."""
         self._failed = True
+        if self._ending is not None:
+            self._ending.cancel()
+            await asyncio.wait([self._ending])
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 if self._producer._txn_manager.is_in_transaction():
@@ -85,6 +89,7 @@ class Channel:
             self._sending += 1
             self._idle.clear()
         try:
+            track(self._producer, topic)
             delivery = await self._producer.send(topic, value, key=key, headers=headers)
         except IllegalOperation as error:
             raise KafkaError(say(error)) from error
@@ -103,9 +108,16 @@ class Channel:
         await asyncio.Future()
 
     async def commit(self, offset: int, metadata: str) -> bool:
-        """End the transaction, with this offset in it, and begin the next one."""
+        """End the transaction, with this offset in it, and begin the next one. It goes on when the caller is cancelled,
+        for an end that was asked for cannot be taken back; the next call waits for it first."""
+        if self._ending is not None:
+            await asyncio.wait([self._ending])
         if self._failed:
             return False
+        self._ending = asyncio.create_task(self._end(offset, metadata), name="plait-end-transaction")
+        return await asyncio.shield(self._ending)
+
+    async def _end(self, offset: int, metadata: str) -> bool:
         async with self._between:
             await self._idle.wait()
             try:
@@ -113,11 +125,11 @@ class Channel:
                 await self._producer.flush()
                 if self._failed:
                     return False
-                self.dirty = False
                 await self._producer.send_offsets_to_transaction(
                     {self._partition: (offset, metadata)}, self._group
                 )
                 await self._producer.commit_transaction()
+                self.dirty = False
                 await self._producer.begin_transaction()
             except (KafkaError, IllegalOperation, AssertionError) as error:
                 self.fail(say(error))

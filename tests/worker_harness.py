@@ -24,6 +24,7 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from fakes import FakeEngine
 from plait.schemas import Event, decode_event
+from plait.service.commit_metadata import decode
 from plait.service.settings import Settings
 from plait.service.worker import Worker
 
@@ -260,6 +261,15 @@ class Site:
     async def committed(self) -> dict[int, int]:
         """Committed offsets of the requests topic, by partition."""
         return {partition: offset for partition, (offset, _) in (await self.committed_metadata()).items()}
+
+    async def marked(self, attempts: int) -> None:
+        """Wait until a commit says that a request is being attempted for so many times."""
+        async with asyncio.timeout(60):
+            while True:
+                found = [decode(*pair) for pair in (await self.committed_metadata()).values()]
+                if any(m.attempts == attempts for p in found if p is not None for m in p.marks.values()):
+                    return
+                await asyncio.sleep(0.05)
 
     async def committed_metadata(self) -> dict[int, tuple[int, str]]:
         """Committed offsets of the requests topic, and what is beside them, by partition."""
