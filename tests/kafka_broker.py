@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+from confluent_kafka.admin import AdminClient
 from filelock import FileLock
 
 from kafka_secure import Secure
@@ -98,6 +99,7 @@ class KafkaBroker:
         self.wait(timeout)
 
     def launch(self) -> None:
+        """The node ends with the thread that calls this."""
         with self.log.open("ab") as log:
             self._process = spawn(java("kafka.Kafka", str(self._config)), log)
 
@@ -141,6 +143,21 @@ class KafkaCluster:
             node.launch()
         for node in self.nodes:
             node.wait()
+
+    def heal(self, timeout: float = 60) -> None:
+        """Wait until every replica is in sync again."""
+        admin, deadline = (
+            AdminClient({"bootstrap.servers": self.bootstrap_servers}),
+            time.monotonic() + timeout,
+        )
+        while True:
+            topics = admin.list_topics(timeout=30).topics
+            partitions = [p for topic in topics.values() for p in topic.partitions.values()]
+            if partitions and all(len(p.isrs) == len(self.nodes) for p in partitions):
+                return
+            if time.monotonic() > deadline:
+                pytest.fail(f"replicas are missing: {[(p.replicas, p.isrs) for p in partitions]}")
+            time.sleep(0.1)
 
     def kill(self) -> None:
         for node in self.nodes:
