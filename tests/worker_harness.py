@@ -19,7 +19,7 @@ from aiokafka.protocol.produce import ProduceRequest
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 from aiokafka.record.util import calc_crc32c
 from confluent_kafka import Consumer, Producer, TopicPartition
-from confluent_kafka.admin import AdminClient, NewTopic
+from confluent_kafka.admin import AdminClient, ConsumerGroupDescription, NewTopic
 from opentelemetry.sdk.trace import TracerProvider
 
 from fakes import FakeEngine
@@ -249,25 +249,36 @@ class Site:
 
     async def members(self, count: int) -> None:
         """Wait until the group has so many members, and is at rest."""
-        admin = AdminClient({"bootstrap.servers": self.bootstrap_servers})
         async with asyncio.timeout(60):
             while True:
-                (future,) = admin.describe_consumer_groups([self.name]).values()
-                group = await asyncio.to_thread(future.result, 30)
+                group = await self._group()
                 if len(group.members) == count and group.state.name == "STABLE":
                     return
                 await asyncio.sleep(0.1)
+
+    async def assignment(self) -> dict[str, set[int]]:
+        """Which partitions of the requests topic each static member has."""
+        return {
+            member.group_instance_id: {tp.partition for tp in member.assignment.topic_partitions}
+            for member in (await self._group()).members
+        }
+
+    async def _group(self) -> ConsumerGroupDescription:
+        admin = AdminClient({"bootstrap.servers": self.bootstrap_servers})
+        (future,) = admin.describe_consumer_groups([self.name]).values()
+        return await asyncio.to_thread(future.result, 30)
 
     async def committed(self) -> dict[int, int]:
         """Committed offsets of the requests topic, by partition."""
         return {partition: offset for partition, (offset, _) in (await self.committed_metadata()).items()}
 
-    async def marked(self, attempts: int) -> None:
-        """Wait until a commit says that a request is being attempted for so many times."""
+    async def marked(self, offset: int, attempts: int) -> None:
+        """Wait until a commit says that the record there is being attempted for so many times."""
         async with asyncio.timeout(60):
             while True:
                 found = [decode(*pair) for pair in (await self.committed_metadata()).values()]
-                if any(m.attempts == attempts for p in found if p is not None for m in p.marks.values()):
+                marks = [progress.marks.get(offset) for progress in found if progress is not None]
+                if any(mark is not None and mark.attempts == attempts for mark in marks):
                     return
                 await asyncio.sleep(0.05)
 

@@ -21,6 +21,7 @@ PROGRAM = """
 import asyncio, logging, os, signal, sys
 sys.path.insert(0, sys.argv[1])
 from fakes import FakeEngine, FakeTokenizer
+from plait.service.local import make_engine
 from plait.service.settings import Settings
 from plait.service.worker import Worker
 
@@ -34,7 +35,11 @@ class Engine(FakeEngine):
 
 async def main():
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
-    worker = Worker(Settings.load(sys.argv[2]), Engine(pace=float(sys.argv[3])))
+    settings = Settings.load(sys.argv[2])
+    engine = Engine(pace=float(sys.argv[3])) if sys.argv[3] else make_engine(settings)
+    # What the engine's process is run by: a test can put something else in its place.
+    sys.executable = os.environ.get("ENGINE_PYTHON", sys.executable)
+    worker = Worker(settings, engine)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.stop)
     ready = asyncio.create_task(worker.ready.wait())
     ready.add_done_callback(lambda _: print("ready", flush=True))
@@ -45,25 +50,29 @@ asyncio.run(main())
 
 
 class WorkerProcess:
-    """A worker with a fake engine that gives each running request a token every `pace` seconds."""
+    """A worker with a fake engine that gives each running request a token every `pace` seconds; without a pace, with
+    the engine of its settings. `environment` is added to that of the tests."""
 
-    def __init__(self, site: Site, folder: Path, pace: float) -> None:
+    def __init__(self, site: Site, folder: Path, pace: float | None, **environment: str) -> None:
         self.log = folder / f"{site.name}.{id(self)}.log"
         self._config = folder / f"{site.name}.toml"
         self._pace = pace
+        self._environment = os.environ | environment
         if not self._config.exists():
             sections = site.settings.model_dump(
                 mode="json", include={"kafka", "topics", "http", "worker"}, exclude_none=True
             )
+            sections |= site.settings.model_dump(mode="json", include={"engine"}, exclude_unset=True)
             self._config.write_text("".join(_toml(name, fields) for name, fields in sections.items()))
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> WorkerProcess:
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", PROGRAM, str(TESTS), str(self._config), str(self._pace)),
+                *(sys.executable, "-c", PROGRAM, str(TESTS), str(self._config), str(self._pace or "")),
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
+                env=self._environment,
                 preexec_fn=die_with_parent,
             )
         assert self._process.stdout is not None

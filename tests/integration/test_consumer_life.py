@@ -1,6 +1,8 @@
 """Restarts that the group does not notice, and topics that are deleted, made anew or cut off below a reader."""
 
 import asyncio
+import time
+from pathlib import Path
 
 import pytest
 from aiokafka import TopicPartition
@@ -12,8 +14,11 @@ from kafka_broker import KafkaBroker
 from plait.service.worker import Worker, WorkerFailed
 from service_bench import until
 from worker_harness import Site, assert_answered_once, request
+from worker_process import Reading, WorkerProcess, expected, requests
 
 pytestmark = pytest.mark.kafka
+
+LENGTH = 60
 
 
 async def test_a_restart_of_a_static_member_disturbs_nobody(kafka: KafkaBroker) -> None:
@@ -40,6 +45,51 @@ async def test_a_restart_of_a_static_member_disturbs_nobody(kafka: KafkaBroker) 
             assert [w.metrics.rebalances._value.get() for w in (a, b)] == rebalances
     assert all(assert_answered_once(events).type == "done" for events in answers.values())
     assert sum((await first.committed()).values()) == 40
+
+
+@pytest.mark.parametrize("delivery", ["idempotent", "transactional"])
+async def test_a_static_member_that_is_killed_in_the_middle_of_its_streams(
+    kafka: KafkaBroker, tmp_path: Path, delivery: str
+) -> None:
+    """Started again under its name, it has its partitions again, in the same generation, and goes on with its streams;
+    the other worker's never stop."""
+    slow = {"session_timeout_ms": 30_000, "heartbeat_interval_ms": 500}
+    site = Site(kafka.bootstrap_servers, kafka=slow, worker={"delivery": delivery})
+    topic, names, later = f"{site.name}.answers", [f"s{i}" for i in range(24)], [f"l{i}" for i in range(12)]
+    await site.create(topic, 2)
+
+    async def start(name: str) -> WorkerProcess:
+        return await WorkerProcess(site, tmp_path, 0.1, PLAIT_KAFKA_GROUP_INSTANCE_ID=name).start()
+
+    a, b = await start("a"), await start("b")
+    await site.members(2)
+    before = await site.assignment()
+    await site.produce(requests(site, names, LENGTH, topic))
+    await site.read([topic], lambda found: len(found) > len(names) * LENGTH // 4, grace=0)
+    await a.kill()
+    killed = time.time() * 1000
+    a = await start("a")
+    await site.produce(requests(site, later, 5, topic))
+    answers = await site.answers([topic], len(names) + len(later))
+    assert await site.assignment() == before and sorted(map(len, before.values())) == [2, 2]
+    await a.stop()
+    await b.stop()
+    moved = set()
+    for name in names + later:
+        reading = Reading(answers[name])
+        assert reading.tokens == expected(name, LENGTH if name in names else 5)
+        assert [end.type for end in reading.ends] == ["done"] and reading.repeated == 0
+        assert [event.index for event in reading.raw] == list(range(len(reading.raw))), (
+            "read back, not run again"
+        )
+        if len(set(reading.epochs)) > 1:
+            moved.add(name)
+            assert answers[name][0].timestamp <= killed
+    epochs = {event.epoch for name in later for event in Reading(answers[name]).raw}
+    assert len(epochs) == 1 and epochs == {min(Reading(answers[name]).epochs[0] for name in names)}, (
+        "no rebalance"
+    )
+    assert 0 < len(moved) < len(names), "those of the worker that died, and no others"
 
 
 async def test_a_requests_topic_that_is_deleted_and_made_again(

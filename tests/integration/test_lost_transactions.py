@@ -65,7 +65,7 @@ async def test_a_request_whose_transaction_is_lost_again_and_again_is_no_poison(
         await site.produce([request("slow", response_topic=topic)])
         for times in range(1, 4):
             await until(lambda n=times: len(engine.submitted) == n, seconds=60)
-            await site.marked(1)
+            await site.marked(0, 1)
             (partition,) = worker.intake._partitions.values()
             partition.channel.fail("made to fail")
         await until(lambda: len(engine.submitted) == 4, seconds=60)
