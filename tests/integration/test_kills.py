@@ -7,12 +7,13 @@ import pytest
 
 import kill_rounds
 from kafka_broker import KafkaBroker
-from kill_rounds import LENGTH
 from plait.schemas import ErrorEvent, decode_request
 from worker_harness import Site, request
 from worker_process import Reading, WorkerProcess, expected, requests
 
 pytestmark = pytest.mark.kafka
+
+LENGTH = 60
 
 
 @pytest.mark.parametrize(("delivery", "seconds"), [("idempotent", 25), ("transactional", 5)])

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
+import kill_rounds
 from kafka_broker import KafkaBroker
+from kill_loads import ModelLoad
 from plait.engine.config import EngineConfig
 from plait.engine.process import EngineProcess
 from plait.schemas import TokensEvent
@@ -82,3 +84,14 @@ async def test_answers_that_went_through_three_workers(kafka: KafkaBroker, tmp_p
     assert sum(len(found) == 3 for found in epochs.values()) > 2, "many went through all three"
     for i in range(COUNT):
         assert whole(answers[f"r{i}"]) == whole(wanted[f"r{i}"]), f"r{i}"
+
+
+@pytest.mark.kafka
+@pytest.mark.model
+async def test_a_worker_with_the_bundled_model_is_killed(kafka: KafkaBroker, tmp_path: Path) -> None:
+    """kill -9 in the middle of its streams: the next one's greedy answers are those of an engine left alone."""
+    load = ModelLoad(streams=10)
+    result = await kill_rounds.run(kafka.bootstrap_servers, tmp_path, 1, load=load)
+    assert (result.missing, result.duplicated, result.unanswered, result.different) == (0, 0, 0, 0)
+    assert result.second_ends == 0 and result.repeated == 0, "read back, not run again"
+    assert result.midstream >= 5
