@@ -6,6 +6,7 @@ import pytest
 
 from fakes import FakeEngine
 from kafka_broker import KafkaBroker
+from plait.service.worker import Worker
 from service_bench import until
 from worker_harness import Site, assert_answered_once, request
 
@@ -67,9 +68,11 @@ async def test_a_lane_of_another_worker_keeps_what_it_has(kafka: KafkaBroker) ->
         async with site.worker(second) as b:
             await until(lambda: all(len(i._partitions) == 2 for i in (*a.intakes, *b.intakes)))
             await until(lambda: len(second.submitted) == 24)
-            for worker in (a, b):
-                held = {i.lane.name: len(i._consumer.paused()) for i in worker.intakes}
-                assert held == {"urgent": 0, "batch": 2}
+
+            def held(worker: Worker) -> dict[str, int]:
+                return {i.lane.name: len(i._consumer.paused()) for i in worker.intakes}
+
+            await until(lambda: held(a) == held(b) == {"urgent": 0, "batch": 2})
             first.release()
             second.release()
             await site.answers([site.response_topic(f"b{i}") for i in range(200)], 200)
