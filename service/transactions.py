@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka.errors import IllegalOperation, KafkaError
 
-from plait.service.kafka import PERMANENT, connection, say
+from plait.service.kafka import PERMANENT, connection, partition_of, say
 from plait.service.membership import Membership
 from plait.service.publisher import MAX_REQUEST_BYTES, track
 from plait.service.settings import Settings
@@ -25,6 +26,7 @@ from plait.service.settings import Settings
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
+FORGET_S = 60.0
 
 
 class Channel:
@@ -51,6 +53,7 @@ class Channel:
             transaction_timeout_ms=2 * settings.kafka.session_timeout_ms + 10_000,
             max_request_size=MAX_REQUEST_BYTES,
             retry_backoff_ms=20,
+            partitioner=partition_of,
         )
         self._between = asyncio.Lock()  # held while one transaction ends and the next begins
         self._sending = 0
@@ -58,6 +61,7 @@ class Channel:
         self._idle.set()
         self._failed = False
         self._ending: asyncio.Task[bool] | None = None
+        self._used: OrderedDict[str, float] = OrderedDict()  # topics, by when they were last sent to
         self.refused: dict[bytes | None, str] = {}  # by key: events that a topic will never take
         self.dirty = False
 
@@ -90,6 +94,8 @@ class Channel:
             self._idle.clear()
         try:
             track(self._producer, topic)
+            self._used[topic] = asyncio.get_running_loop().time()
+            self._used.move_to_end(topic)
             delivery = await self._producer.send(topic, value, key=key, headers=headers)
         except IllegalOperation as error:
             raise KafkaError(say(error)) from error
@@ -130,11 +136,19 @@ class Channel:
                 )
                 await self._producer.commit_transaction()
                 self.dirty = False
+                self._forget()
                 await self._producer.begin_transaction()
             except (KafkaError, IllegalOperation, AssertionError) as error:
                 self.fail(say(error))
                 return False
         return True
+
+    def _forget(self) -> None:
+        """Topics of requests come and go by the thousand; aiokafka would ask for each of them for ever. Not before the
+        end of a transaction: nothing waits for a leader then."""
+        now = asyncio.get_running_loop().time()
+        while self._used and now - next(iter(self._used.values())) > FORGET_S:
+            self._producer.client._topics.discard(self._used.popitem(last=False)[0])
 
     def fail(self, reason: str) -> None:
         if not self._failed:

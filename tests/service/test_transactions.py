@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from aiokafka import TopicPartition
 
+from plait.service import transactions
 from plait.service.clock import Clock
 from plait.service.membership import Membership
 from plait.service.settings import Settings
@@ -19,8 +20,10 @@ class Producer:
         self.client = self
         self.answers = asyncio.Event()
         self.committed: list[Any] = []
+        self._topics: set[str] = set()
 
-    def add_topic(self, topic: str) -> None: ...
+    def add_topic(self, topic: str) -> None:
+        self._topics.add(topic)
 
     async def send(self, *_: Any, **__: Any) -> asyncio.Future[Any]:
         delivery = asyncio.get_running_loop().create_future()
@@ -38,12 +41,33 @@ class Producer:
     async def begin_transaction(self) -> None: ...
 
 
-async def test_a_commit_that_takes_too_long_goes_on() -> None:
-    """Until it is through its events are not committed, and the next commit waits for it."""
+PARTITION = TopicPartition("requests", 0)
+
+
+def make_channel() -> Channel:
     membership = Membership(Clock(), 1e9)
     membership.heard("coordinator", Clock().monotonic())
-    partition = TopicPartition("requests", 0)
-    channel = Channel(Settings(), membership, "g", partition, pytest.fail, Producer)
+    return Channel(Settings(), membership, "g", PARTITION, pytest.fail, Producer)
+
+
+async def test_topics_that_are_sent_to_no_more_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    channel = make_channel()
+    channel._producer.answers.set()
+    for number in range(3):
+        await channel.send(f"answers-{number}", b"v", b"k", [])
+    assert await channel.commit(5, "")
+    assert channel._producer._topics == {f"answers-{number}" for number in range(3)}
+    monkeypatch.setattr(transactions, "FORGET_S", 0.05)
+    await asyncio.sleep(0.06)
+    await channel.send("answers-1", b"v", b"k", [])
+    assert len(channel._producer._topics) == 3, "something could still wait for a leader"
+    assert await channel.commit(6, "")
+    assert channel._producer._topics == {"answers-1"} and list(channel._used) == ["answers-1"]
+
+
+async def test_a_commit_that_takes_too_long_goes_on() -> None:
+    """Until it is through its events are not committed, and the next commit waits for it."""
+    channel = make_channel()
     await channel.send("answers", b"v", b"k", [])
     assert channel.dirty
     with pytest.raises(TimeoutError):
@@ -53,4 +77,4 @@ async def test_a_commit_that_takes_too_long_goes_on() -> None:
     channel._producer.answers.set()
     assert await channel.commit(6, "")
     assert not channel.dirty
-    assert channel._producer.committed == [{partition: (5, "")}, {partition: (6, "")}]
+    assert channel._producer.committed == [{PARTITION: (5, "")}, {PARTITION: (6, "")}]
