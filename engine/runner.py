@@ -51,6 +51,7 @@ class Runner:
         self.attention = PagedAttention(memory, q_heads)
         if self.device.type == "cpu":
             self.compiled = fastpath.optimize(model, self.attention, config.dtype == "int8")
+        self.direct = fastpath.direct(model) if self.compiled else None
         longest = longest_sequence(model)
         limits = [config.max_model_len or longest, longest, self.num_blocks * self.block_size]
         self.max_tokens_total = min(limits)
@@ -132,6 +133,8 @@ class Runner:
     @torch.inference_mode()
     def _forward(self, tokens: Tensor, positions: Tensor, batch: Batch, rows: Tensor | None) -> Tensor:
         self.attention.begin(batch)
+        if self.direct is not None:
+            return self.direct(tokens, positions, rows, self.attention)
         out = self.model(
             input_ids=tokens[None],
             position_ids=positions[None],
