@@ -2,7 +2,7 @@
 
 The decoder layers of a Llama-like model become one compiled `Decoder`; any other linear layer gets packed weights.
 Nothing else changes: embedding, rotary frequencies, final norm, logit scaling and whatever else a model does stay
-transformers' own.
+transformers' own. Models that are known to do no more than these are run without the code around them (`Direct`).
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ class Direct:
 
     def __init__(self, model: nn.Module, layers: Decoder):
         base = model.base_model
-        self.embed, self.rotary, self.layers, self.norm = (
+        self.embed, self.rotary, self.layers, self.head = (
             base.embed_tokens,
             base.rotary_emb,
             layers,
-            base.norm,
+            model.lm_head,
         )
-        self.head = model.lm_head
+        self.norm, self.eps = base.norm.weight.float(), base.norm.variance_epsilon
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, rows: Tensor | None, attention: PagedAttention
     ) -> Tensor:
         """Logits [R, vocabulary] in float32 of the rows that are named, of all without; tokens and positions [T]."""
-        hidden = self.embed(tokens[None])
-        places = self.rotary(hidden, positions[None])
-        hidden = self.layers(hidden, position_embeddings=places, plait=attention)
-        if rows is not None:
-            hidden = hidden[:, rows]
-        return self.head(self.norm(hidden))[0]
+        embedded = self.embed(tokens[None])
+        stream = embedded.float()
+        self.layers.run(stream, self.rotary(embedded, positions[None]), attention)
+        last = stream[0] if rows is None else stream[0, rows]
+        last *= torch.rsqrt(last.square().mean(-1, keepdim=True) + self.eps)
+        return self.head((last * self.norm).to(embedded.dtype))
 
 
 def direct(model: nn.Module) -> Direct | None:

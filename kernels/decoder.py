@@ -167,5 +167,9 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """hidden [1, T, H] of the model's dtype; cos and sin [1, T, D] in float32. Gives [1, T, H]."""
         stream = hidden.float()
-        cpu.forward(self.described, plait.iteration, stream, *position_embeddings)
+        self.run(stream, position_embeddings, plait)
         return stream.to(hidden.dtype)
+
+    def run(self, stream: Tensor, places: tuple[Tensor, Tensor], attention: PagedAttention) -> None:
+        """Take the residual stream [1, T, H], in float32, through all layers in place."""
+        cpu.forward(self.described, attention.iteration, stream, *places)
