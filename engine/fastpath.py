@@ -39,13 +39,10 @@ class Direct:
 
     def __init__(self, model: nn.Module, layers: Decoder):
         base = model.base_model
-        self.embed, self.rotary, self.layers, self.head = (
-            base.embed_tokens,
-            base.rotary_emb,
-            layers,
-            model.lm_head,
-        )
-        self.norm, self.eps = base.norm.weight.float(), base.norm.variance_epsilon
+        self.embed, self.rotary = base.embed_tokens, base.rotary_emb
+        self.layers, self.head = layers, model.lm_head
+        self.norm = base.norm.weight.float()
+        self.eps = base.norm.variance_epsilon
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, rows: Tensor | None, attention: PagedAttention

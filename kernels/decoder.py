@@ -136,7 +136,8 @@ class Decoder(nn.Module):
         matrices = (torch.cat([w.q, w.k, w.v]), w.out, interleave(w.gate, w.up), w.down)
         panels = [pack(x, self.int8) for x in matrices]
         vectors = [
-            None if x is None else x.detach().float().contiguous() for x in (w.qkv_bias, w.norm, w.mlp_norm)
+            None if x is None else x.detach().to(torch.float32, copy=True).contiguous()
+            for x in (w.qkv_bias, w.norm, w.mlp_norm)
         ]
         self.kept += [*panels, *(x for x in vectors if x is not None)]
         pointers = [None if x is None else x.data_ptr() for x in vectors]

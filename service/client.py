@@ -57,7 +57,7 @@ tracer = trace.get_tracer("plait.client")
 
 # Not the prefix of the workers, who remove its topics when they have not been used for a while.
 OWN_PREFIX = "plait.clients."
-_GOODBYE_S = 5.0
+_PATIENCE_S = 5.0
 _ELSEWHERE_S = 5.0
 
 
@@ -169,7 +169,7 @@ class Client:
             await self._producer.start()
             await self._reader.start()
             if self.response_topic:
-                partitions = await self._partitions(self.response_topic)
+                partitions = await self._partitions(self.response_topic, made=self._owns_topic)
                 await self._reader.follow(partitions, from_end=not self._owns_topic)
         except KafkaConnectionError as error:
             await self.close()
@@ -191,7 +191,7 @@ class Client:
             if self._made_topic and self._unended:
                 log.info("%s stays: %d requests have not ended", self.response_topic, len(self._unended))
             elif self._made_topic:
-                async with asyncio.timeout(_GOODBYE_S):
+                async with asyncio.timeout(_PATIENCE_S):
                     await self._admin.delete_topics([self.response_topic])
         except (KafkaError, OSError, TimeoutError) as error:
             log.warning("the response topic %s was not deleted: %r", self.response_topic, error)
@@ -202,7 +202,7 @@ class Client:
         if not self._made_topic:
             return
         with contextlib.suppress(TimeoutError, StreamBroken, KafkaError):
-            async with asyncio.timeout(_GOODBYE_S):
+            async with asyncio.timeout(_PATIENCE_S):
                 for request_id in [r for r, cancelled in self._unended.items() if cancelled]:
                     with contextlib.suppress(RequestFailed):
                         async for _ in self.stream(request_id):
@@ -421,8 +421,8 @@ class Client:
             if inbox.gap_since is not None:
                 until = min(until, inbox.gap_since + self._gap_timeout_s)
             left = until - time.monotonic()
-            if inbox.start is None and not inbox.elsewhere and limit - left > _ELSEWHERE_S:
-                await self._look_elsewhere(request_id, inbox)
+            if self.response_topic and inbox.start is None and limit - left > _ELSEWHERE_S:
+                await self._look_elsewhere(request_id, inbox, left)
             if left > 0:
                 # Short waits, for a gap can show while this waits.
                 with contextlib.suppress(TimeoutError):
@@ -437,17 +437,20 @@ class Client:
                 raise TimeoutError(f"no event of request {request_id} for {limit:g} s: does a worker run?")
         return inbox.events.get_nowait()
 
-    async def _look_elsewhere(self, request_id: str, inbox: Inbox) -> None:
+    async def _look_elsewhere(self, request_id: str, inbox: Inbox, limit: float) -> None:
         """A worker that may not write to our topic says so in the request's own."""
-        if time.monotonic() - self._listed > _ELSEWHERE_S:
-            self._listed = time.monotonic()  # before it is there: one listing serves all that wait
-            with contextlib.suppress(KafkaError, OSError, AttributeError):  # the last: it reconnects
-                self._topics = frozenset(await self._admin.list_topics())
         topic = response_topic_of(request_id)
-        if topic != self.response_topic and topic in self._topics:
-            inbox.elsewhere = True
-            with contextlib.suppress(KafkaError, OSError, AttributeError):
-                await self._reader.follow(await self._partitions(topic))
+        if inbox.elsewhere or topic == self.response_topic:
+            return
+        # Of what is suppressed the last two are a timeout, and aiokafka's admin client while it reconnects.
+        with contextlib.suppress(KafkaError, OSError, AttributeError):
+            async with asyncio.timeout(max(0.0, limit)):
+                if time.monotonic() - self._listed > _ELSEWHERE_S:
+                    self._listed = time.monotonic()  # before it is there: one listing serves all that wait
+                    self._topics = frozenset(await self._admin.list_topics())
+                if topic in self._topics:
+                    await self._reader.follow(await self._partitions(topic))
+                    inbox.elsewhere = True
 
     async def _make_topic(self, topic: str) -> None:
         errors, _ = await create(self._admin, {topic: (1, {"retention.ms": "3600000"})}, -1)
@@ -455,11 +458,17 @@ class Client:
             if error not in (NoError, TopicAlreadyExistsError):
                 raise error(f"could not create the response topic {name}")
 
-    async def _partitions(self, topic: str) -> list[TopicPartition]:
-        (found,) = await self._admin.describe_topics([topic])
-        if found["error_code"]:
-            raise for_code(found["error_code"])(f"the response topic {topic} is not there")
-        return [TopicPartition(topic, p["partition"]) for p in found["partitions"]]
+    async def _partitions(self, topic: str, *, made: bool = False) -> list[TopicPartition]:
+        """Raises KafkaError when it is not there. One that was just `made` is waited for: brokers learn of it later
+        than the controller that made it."""
+        until = time.monotonic() + (_PATIENCE_S if made else 0)
+        while True:
+            (found,) = await self._admin.describe_topics([topic])
+            if not found["error_code"]:
+                return [TopicPartition(topic, p["partition"]) for p in found["partitions"]]
+            if time.monotonic() >= until:
+                raise for_code(found["error_code"])(f"the response topic {topic} is not there")
+            await asyncio.sleep(0.05)
 
 
 def _plain(value: Any) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class Partition:
             self.reach = progress.reach
         else:
             self.tracker = OffsetTracker(committed)
-        if self.inherited is None:
+        if self.inherited is None or progress is None:
             self.inherited = progress.marks if progress is not None else {}
         self._marks = dict(self.inherited)
         self._maybe_started = end if progress is None else min(end, progress.reach)

@@ -120,8 +120,10 @@ class Channel:
             await asyncio.wait([self._ending])
         if self._failed:
             return False
-        self._ending = asyncio.create_task(self._end(offset, metadata), name="plait-end-transaction")
-        return await asyncio.shield(self._ending)
+        self._ending = ending = asyncio.create_task(self._end(offset, metadata), name="plait-end-transaction")
+        # Not `await` or `shield`: `close` cancels it, and that is no cancellation of the caller.
+        await asyncio.wait([ending])
+        return not ending.cancelled() and ending.result()
 
     async def _end(self, offset: int, metadata: str) -> bool:
         async with self._between:

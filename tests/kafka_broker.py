@@ -146,10 +146,8 @@ class KafkaCluster:
 
     def heal(self, timeout: float = 60) -> None:
         """Wait until every replica is in sync again."""
-        admin, deadline = (
-            AdminClient({"bootstrap.servers": self.bootstrap_servers}),
-            time.monotonic() + timeout,
-        )
+        admin = AdminClient({"bootstrap.servers": self.bootstrap_servers})
+        deadline = time.monotonic() + timeout
         while True:
             topics = admin.list_topics(timeout=30).topics
             partitions = [p for topic in topics.values() for p in topic.partitions.values()]

@@ -80,9 +80,8 @@ async def test_answers_that_went_through_three_workers(kafka: KafkaBroker, tmp_p
 
                 def enough(found: list[Message], least: int = least) -> bool:
                     if len(found) > least:
-                        os.kill(
-                            engine._child.pid, signal.SIGSTOP
-                        )  # or it is done before the worker has stopped
+                        # Or it is done before the worker has stopped.
+                        os.kill(engine._child.pid, signal.SIGSTOP)
                     return len(found) > least
 
                 await site.read([topic], enough, grace=0)
