@@ -163,6 +163,8 @@ async def soak(servers: str, model: str, args: argparse.Namespace) -> dict[str, 
         "PLAIT_ENGINE_MODEL": model,
         "PLAIT_ENGINE_DTYPE": "float32",
         "PLAIT_ENGINE_NUM_BLOCKS": "400",
+        # Small enough to be full when the looking begins: by default it would fill for hours, which is no leak.
+        "PLAIT_ENGINE_SWAP_BYTES": "4000000",
         "PLAIT_ENGINE_THREADS": "1",
     }
     worker = await asyncio.create_subprocess_exec(
