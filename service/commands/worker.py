@@ -61,7 +61,6 @@ def command(
 
     Flags win over PLAIT_* environment variables, and those over the file.
     """
-    gc.disable()  # until all is imported
     from plait.service.commands.connect import log_to_stderr
     from plait.service.settings import Settings
 
@@ -95,6 +94,7 @@ async def _serve(settings: Settings) -> None:
 
     engine = make_engine(settings)
     await engine.launch()  # it imports for seconds, and this process does so meanwhile
+    gc.disable()
     try:
         from plait.service.worker import Worker
 
@@ -102,9 +102,10 @@ async def _serve(settings: Settings) -> None:
     except BaseException:
         await engine.stop()
         raise
-    # What was imported stays: no garbage collection need look at it again.
-    gc.freeze()
-    gc.enable()
+    finally:
+        # What was imported stays: no garbage collection need look at it again.
+        gc.freeze()
+        gc.enable()
     log.info("loading the model %s (the first time it is fetched and converted)", settings.engine.model)
     run = asyncio.ensure_future(worker.run())
     draining = cut_short = False
